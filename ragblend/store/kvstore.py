@@ -1,0 +1,810 @@
+"""The folder of stored chunks: verbs over two diskcache tables.
+
+    <directory>/ragblend.json      format marker, and the size limit the store was made with
+    <directory>/ragblend.lock      held shared while a payload file is on its way into the index
+    <directory>/kv/                cache.db (SQLite) and one <random>.safetensors a chunk
+    <directory>/texts/             cache.db only: small opaque records about chunk texts
+
+diskcache is used for its index, its transactions and its LRU order. Two things are done differently from its defaults:
+
+* Nothing is ever pickled or unpickled. Unpickling a cache folder somebody else could write to runs their code.
+* A payload is written to its file first and enters the index in a transaction afterwards, so that the index is locked
+  for microseconds, not for the time a file takes. A process killed in between leaves a file no row knows; the next
+  opening of the folder removes it.
+
+No fsync: after a power cut a payload may be torn, and its checksums say so. A cache may forget, it must not lie.
+
+This module does not import torch until a payload is written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
+
+import diskcache  # type: ignore[import-untyped]
+
+from ragblend.errors import CorruptPayloadError, InvalidSettingError, StoreError, StoreFormatError, StoreFullError
+from ragblend.store import FORMAT_VERSION
+
+if sys.platform != "win32":
+    import fcntl
+
+if TYPE_CHECKING:
+    from ragblend.kv import ChunkKV
+    from ragblend.store.payload import PayloadReader
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_SIZE_LIMIT_BYTES = 20 << 30
+"""20 GiB: about 3,000 chunks of 300 tokens of a 135M model (23 kB a token), or 500 of an 8B model (131 kB a token).
+Enough for a personal document folder, and an amount few machines miss. Never more than half of what is free."""
+
+MAX_RECORDS = 500_000
+"""Text records kept; beyond, the oldest are forgotten. About 300 bytes of disk each."""
+
+_MAX_RECORD_BYTES = 256
+_MARKER = "ragblend.json"
+_LOCK = "ragblend.lock"
+_IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
+_PAYLOAD_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
+_WHERE_IS = "SELECT size, mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# SQLite itself waits this long for another process's transaction. Ours take microseconds, so that only a stopped
+# process or a very slow disk gets that far; readers then go on without updating the LRU order, writers try again.
+_BUSY_TIMEOUT_S = 2.0
+_GIVE_UP_S = 60.0
+_SETTLE_S = 5.0  # how long verify waits for a moment in which no payload file is being written
+
+
+class Opened(NamedTuple):
+    """What KVStore.open_many found under one key.
+
+    reader: open payload, or None unless status is "hit".
+    status: "hit"; "miss", nothing stored; "corrupt", something unusable was stored and has been deleted.
+    """
+
+    reader: PayloadReader | None
+    status: Literal["hit", "miss", "corrupt"]
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts over the life of the folder, all processes together.
+
+    Attributes:
+        chunks: payloads stored.
+        tokens: tokens of those chunks.
+        bytes: payload bytes on disk, headers included, index (about 300 bytes a chunk) not.
+        size_limit_bytes: payload bytes this store keeps at most.
+        hits, misses: keys looked up and found, or not.
+        evictions: payloads removed to stay within the size limit.
+        records: text records remembered.
+    """
+
+    chunks: int
+    tokens: int
+    bytes: int
+    size_limit_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    records: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What KVStore.verify found.
+
+    Attributes:
+        checked: payloads read to the last byte.
+        bad: (key, reason) of each row that is unusable.
+        orphans: names of payload files that no row knows.
+        index_problems: what is wrong with the index itself.
+        deleted: bad rows and orphans that were deleted.
+    """
+
+    checked: int
+    bad: tuple[tuple[str, str], ...]
+    orphans: tuple[str, ...]
+    index_problems: tuple[str, ...]
+    deleted: int
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was wrong (what was deleted counts as wrong)."""
+        return not (self.bad or self.orphans or self.index_problems)
+
+
+class _File(NamedTuple):
+    """A payload file that is already written."""
+
+    name: str
+    size_bytes: int
+
+
+class _UnusableError(StoreError):
+    """A row that is not one of ours, or whose file is gone."""
+
+
+class _Disk(diskcache.Disk):  # type: ignore[misc]
+    """Keys are str, values are files already written. Everything else is refused, in both directions."""
+
+    def __init__(self, directory: str, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        self._postponed = threading.local()
+
+    def put(self, key: object) -> tuple[str, bool]:
+        if type(key) is not str:
+            raise StoreError(f"refusing a key of type {type(key).__name__}: it would have to be pickled; use a str")
+        return key, True
+
+    def get(self, key: Any, raw: bool) -> Any:
+        if not raw:
+            raise _UnusableError("refusing to unpickle a stored key")
+        return super().get(key, raw)
+
+    def store(self, value: object, read: bool, key: object = diskcache.UNKNOWN) -> tuple[int, int, str, None]:
+        if not isinstance(value, _File):
+            raise StoreError(f"refusing a value of type {type(value).__name__}: it would have to be pickled")
+        return value.size_bytes, diskcache.core.MODE_BINARY, value.name, None
+
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
+        """The payload file's path; opening it is left to the caller, who then is sure to close it."""
+        # The name is checked, so that a planted row cannot make us open anything outside the folder.
+        if mode != diskcache.core.MODE_BINARY or not (isinstance(filename, str) and _PAYLOAD_FILE.fullmatch(filename)):
+            raise _UnusableError("the row does not point at a payload file; refusing to unpickle")
+        return os.path.join(self._directory, filename)
+
+    def remove(self, file_path: object) -> None:
+        if not (isinstance(file_path, str) and _PAYLOAD_FILE.fullmatch(file_path)):
+            return  # nor delete
+        if (postponed := getattr(self._postponed, "names", None)) is not None:
+            postponed.append(file_path)
+            return
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(self._directory, file_path))
+
+    @contextlib.contextmanager
+    def removing_afterwards(self) -> Iterator[None]:
+        """Hold removals by this thread back until the block has ended well; forget them if it raises.
+
+        In a transaction that spans several calls diskcache would remove files before the COMMIT, and a COMMIT that
+        fails would leave rows whose files are gone.
+        """
+        names: list[str] = []
+        self._postponed.names = names
+        try:
+            yield
+        finally:
+            self._postponed.names = None
+        for name in names:
+            self.remove(name)
+
+
+class _Cache(diskcache.Cache):  # type: ignore[misc]
+    """diskcache's Cache with exact eviction and with errors told apart.
+
+    It reaches for diskcache's protected `_sql`, `_con` and `_cull`: the public interface has no query, and its
+    eviction removes ten rows at a time, which empties a small store.
+    """
+
+    payload_limit_bytes: int | None = None
+
+    def __init__(self, directory: Path, *, policy: str) -> None:
+        super().__init__(
+            str(directory),
+            timeout=_BUSY_TIMEOUT_S,
+            disk=_Disk,
+            statistics=1,
+            tag_index=0,
+            eviction_policy=policy,
+            size_limit=sys.maxsize,
+            disk_min_file_size=0,
+            sqlite_cache_size=1024,
+        )
+
+    @contextlib.contextmanager
+    def writing(self, *, give_up_s: float | None = None) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """A write transaction, waited for at most give_up_s, in steps of the busy timeout; None: a minute.
+
+        diskcache's own `retry=True` would repeat for ever on any error, a read-only disk included.
+        """
+        deadline = time.monotonic() + (_GIVE_UP_S if give_up_s is None else give_up_s)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.disk.removing_afterwards())
+                while True:
+                    try:
+                        stack.enter_context(self.transact())
+                        break
+                    except diskcache.Timeout as timeout:
+                        cause = timeout.__context__
+                        if isinstance(cause, sqlite3.Error) and _code(cause) != sqlite3.SQLITE_BUSY:
+                            raise cause from None
+                        if time.monotonic() >= deadline:
+                            raise
+                yield self._sql
+        except BaseException:
+            # A COMMIT that fails, as on a full disk, leaves diskcache's connection inside the transaction.
+            with contextlib.suppress(sqlite3.Error):
+                if self._con.in_transaction:
+                    self._con.rollback()
+            raise
+
+    def rows(self, query: str, args: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """A read outside any write transaction: it waits for nobody."""
+        return self._sql(query, args).fetchall()  # type: ignore[no-any-return]
+
+    def insert_bytes(self, keys: Iterable[bytes], now: float) -> int:
+        """Insert keys of value 0, inside a transaction; those already there are left alone. Rows inserted."""
+        return self._con.executemany(  # type: ignore[no-any-return]
+            "INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, mode, value) VALUES (?, 1, ?, ?, ?, 0)",
+            ((key, now, now, diskcache.core.MODE_RAW) for key in keys),
+        ).rowcount
+
+    def _cull(
+        self,
+        now: float,
+        sql: Callable[..., sqlite3.Cursor],
+        cleanup: Callable[[str | None], None],
+        limit: int | None = None,
+    ) -> None:
+        """Called by set() inside its transaction: evict as few least recently used rows as it takes."""
+        limit_bytes = self.payload_limit_bytes
+        if limit_bytes is None:
+            return
+        ((size_bytes,),) = sql("SELECT value FROM Settings WHERE key = 'size'").fetchall()
+        excess = size_bytes - limit_bytes
+        doomed: list[int] = []
+        if excess > 0:
+            for rowid, size, filename in sql("SELECT rowid, size, filename FROM Cache ORDER BY access_time, rowid"):
+                doomed.append(rowid)
+                cleanup(filename)
+                excess -= size
+                if excess <= 0:
+                    break
+        for rowid in doomed:
+            sql("DELETE FROM Cache WHERE rowid = ?", (rowid,))
+        if doomed:
+            sql(
+                "INSERT INTO Settings VALUES ('evictions', ?)"
+                " ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
+                (len(doomed),),
+            )
+
+
+class KVStore:
+    """Chunks' KV on disk, by key, within a size limit, least recently used out first.
+
+    Any number of threads and processes may use one folder at once. Readers wait for nobody: where the index is locked
+    or the disk full, they read without updating the LRU order.
+    """
+
+    def __init__(self, directory: str | Path, *, size_limit_bytes: int | None = None, create: bool = True) -> None:
+        """Open the store in `directory`, or make one there.
+
+        Args:
+            directory: a folder of its own; missing and empty ones are made into a store.
+            size_limit_bytes: payload bytes to keep at most. None: what the store was last opened with, and for a
+                new one the smaller of DEFAULT_SIZE_LIMIT_BYTES and half of the disk's free space.
+            create: whether to make a store where there is none.
+
+        Raises:
+            InvalidSettingError: the size limit is not positive.
+            StoreFormatError: the folder holds something else, or a store of another format version.
+            StoreFullError: no space for the index.
+            StoreError: the folder is missing and create is False, or it cannot be written.
+        """
+        if size_limit_bytes is not None and size_limit_bytes <= 0:
+            raise InvalidSettingError(f"size_limit_bytes must be positive, not {size_limit_bytes}")
+        self.directory = Path(directory).expanduser().absolute()
+        if os.path.expandvars(os.path.expanduser(self.directory)) != str(self.directory):
+            # diskcache would expand it and put the payloads somewhere else.
+            raise StoreError(f"the store's path {self.directory} looks like a shell variable: choose another name")
+        self._closed = False
+        self._kv_directory = self.directory / "kv"
+        with self._typed_errors("open"):
+            known_limit = _claim(self.directory, create)
+            limit = size_limit_bytes or known_limit or _default_limit_bytes(self.directory)
+            if limit != known_limit:
+                _write_marker(self.directory, limit)
+            self.size_limit_bytes = limit
+            self._kv = _Cache(self._kv_directory, policy="least-recently-used")
+            self._kv.payload_limit_bytes = limit
+            try:
+                self._texts = _Cache(self.directory / "texts", policy="least-recently-stored")
+                with self._files_settled(patience_s=0.0) as settled:
+                    if settled:
+                        for name in self._orphans():
+                            self._kv.disk.remove(name)
+            except BaseException:
+                self._kv.close()
+                raise
+
+    # ---- chunks
+
+    def put(self, key: str, layers: ChunkKV, *, overwrite: bool = False) -> int:
+        """Store one chunk's KV and return its payload size in bytes.
+
+        A key that is already stored costs a look-up and nothing is written, unless overwrite is True. Evicts least
+        recently used chunks where the size limit asks for it.
+
+        Args:
+            key: the chunk key.
+            layers: one LayerKV a layer, see payload.encode.
+
+        Raises:
+            InvalidSettingError: the KV is malformed, or alone larger than the size limit.
+            StoreFullError: the disk is full. Nothing of this chunk is left behind, and what was stored is intact.
+            StoreError: the store is closed, cannot be written, or stayed locked for a minute.
+        """
+        from ragblend.store import payload
+
+        if not isinstance(key, str) or not key:
+            raise InvalidSettingError(f"a chunk key is a text that is not empty, not {key!r:.80}")
+        with self._typed_errors("write to"):
+            if not overwrite and (size := self._stored_bytes(key)) is not None:
+                return size
+            data = payload.encode(key, layers)
+            if len(data) > self.size_limit_bytes:
+                raise InvalidSettingError(
+                    f"the chunk's payload of {len(data)} bytes is larger than the store's size limit of "
+                    f"{self.size_limit_bytes} bytes: raise size_limit_bytes, or make chunks smaller"
+                )
+            name = f"{os.urandom(16).hex()}.safetensors"
+            with self._adding_file():
+                try:
+                    _write_file(self._kv_directory / name, data)
+                    with self._kv.writing():
+                        # The token count rides along as the tag: statistics need no look into the files.
+                        self._kv.set(key, _File(name, len(data)), tag=layers[0].n_tokens)
+                except BaseException:
+                    self._kv.disk.remove(name)
+                    raise
+            return len(data)
+
+    def open(self, key: str) -> PayloadReader | None:
+        """The chunk's payload, open for reading; None where nothing usable is stored. See open_many."""
+        return self.open_many([key])[0].reader
+
+    def open_many(self, keys: Sequence[str]) -> list[Opened]:
+        """Open several chunks' payloads, in one transaction. A repeated key gives the same reader each time.
+
+        The caller closes the readers. They stay readable when their entries are evicted, deleted or replaced. An
+        unusable entry is reported as corrupt and deleted, so that the chunk can be learned again.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read at all.
+        """
+        from ragblend.store.payload import PayloadReader
+
+        opened: dict[str, Opened] = {}
+        with self._typed_errors("read"):
+            for key, file in self._files(list(dict.fromkeys(keys))).items():
+                if file is None:
+                    opened[key] = Opened(None, "miss")
+                    continue
+                try:
+                    if isinstance(file, _UnusableError):
+                        raise CorruptPayloadError(key, str(file))
+                    opened[key] = Opened(PayloadReader(file, key), "hit")
+                except CorruptPayloadError as error:
+                    _log.warning("%s", error)
+                    opened[key] = Opened(None, "corrupt")
+                    # On a locked, full or read-only disk it stays, and stays corrupt.
+                    with contextlib.suppress(sqlite3.Error, diskcache.Timeout), self._kv.writing(give_up_s=0.0):
+                        self._kv.delete(key)
+        return [opened[key] for key in keys]
+
+    def contains(self, key: str) -> bool:
+        """Whether something is stored under the key. No read, no effect on the LRU order.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        with self._typed_errors("read"):
+            return bool(self._kv.rows("SELECT 1 FROM Cache WHERE key = ? AND raw = 1", (key,)))
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.contains(key)
+
+    def __len__(self) -> int:
+        with self._typed_errors("read"):
+            return int(self._kv.rows("SELECT COUNT(*) FROM Cache")[0][0])
+
+    def delete(self, key: str) -> bool:
+        """Forget the chunk; whether it was there. Readers of it that are open stay usable.
+
+        Raises:
+            StoreError: the store is closed, cannot be written, or stayed locked for a minute.
+        """
+        with self._typed_errors("write to"), self._kv.writing():
+            return bool(self._kv.delete(key))
+
+    def keys(self) -> list[str]:
+        """Keys of all stored chunks, sorted.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        query = "SELECT key FROM Cache WHERE raw = 1 AND typeof(key) = 'text' ORDER BY key"
+        with self._typed_errors("read"):
+            return [key for (key,) in self._kv.rows(query)]
+
+    def stats(self) -> StoreStats:
+        """Counts, without importing torch or reading payloads.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        with self._typed_errors("read"):
+            tokens = "COALESCE(SUM(CASE WHEN typeof(tag) = 'integer' THEN tag ELSE 0 END), 0)"
+            ((chunks, n_tokens, size),) = self._kv.rows(f"SELECT COUNT(*), {tokens}, TOTAL(size) FROM Cache")
+            counters = dict(self._kv.rows("SELECT key, value FROM Settings"))
+            return StoreStats(
+                chunks=chunks,
+                tokens=n_tokens,
+                bytes=int(size),
+                size_limit_bytes=self.size_limit_bytes,
+                hits=counters.get("hits", 0),
+                misses=counters.get("misses", 0),
+                evictions=counters.get("evictions", 0),
+                records=self.remembered_count(),
+            )
+
+    def verify(self, *, delete_bad: bool = False, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read every payload to its last byte, and compare the index with the files.
+
+        Others may go on using the store meanwhile; the LRU order is left as it is.
+
+        Args:
+            delete_bad: delete what is unusable: those chunks are then simply missing.
+            progress: called with (payloads done, payloads in all) after each one.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        bad: list[tuple[str, str]] = []
+        deleted = 0
+        with self._typed_errors("verify"):
+            problems = [f"{table}: {text}" for table in ("kv", "texts") for text in self._index_problems(table)]
+            rows = self._kv.rows("SELECT rowid, key, raw, size, mode, filename, value FROM Cache ORDER BY rowid")
+            for done, (rowid, key, raw, size, mode, filename, value) in enumerate(rows, 1):
+                reason = self._why_bad(key, raw, size, mode, filename, value)
+                # It may have been evicted or replaced while we looked, which is no fault.
+                same = "FROM Cache WHERE rowid = ? AND filename IS ?"
+                if reason and self._kv.rows(f"SELECT 1 {same}", (rowid, filename)):
+                    bad.append((key if isinstance(key, str) else repr(key)[:80], reason))
+                    if delete_bad:
+                        with self._kv.writing() as sql:
+                            sql(f"DELETE {same}", (rowid, filename))
+                        self._kv.disk.remove(str(filename))
+                        deleted += 1
+                if progress is not None:
+                    progress(done, len(rows))
+            orphans: list[str] = []
+            with self._files_settled(patience_s=_SETTLE_S) as settled:
+                if settled:
+                    orphans = self._orphans()
+                    if delete_bad:
+                        for name in orphans:
+                            self._kv.disk.remove(name)
+                        deleted += len(orphans)
+        return VerifyReport(len(rows), tuple(bad), tuple(orphans), tuple(problems), deleted)
+
+    # ---- text records
+
+    def remember(self, records: Iterable[bytes]) -> int:
+        """Keep small opaque records, each once; how many were not known before.
+
+        At most MAX_RECORDS are kept; the oldest go first.
+
+        Args:
+            records: each 1..256 bytes.
+
+        Raises:
+            InvalidSettingError: something is no bytes, or of another length; nothing is kept then.
+            StoreFullError: the disk is full; nothing of this call is kept.
+            StoreError: the store is closed, cannot be written, or stayed locked for a minute.
+        """
+        batch = list(dict.fromkeys(records))
+        for record in batch:
+            if type(record) is not bytes or not 1 <= len(record) <= _MAX_RECORD_BYTES:
+                raise InvalidSettingError(f"a record is 1..{_MAX_RECORD_BYTES} bytes, not {record!r:.80}")
+        with self._typed_errors("write to"):
+            if not batch:
+                return 0
+            with self._texts.writing() as sql:
+                added = self._texts.insert_bytes(batch, time.time())
+                if (excess := self._texts.rows("SELECT COUNT(*) FROM Cache")[0][0] - MAX_RECORDS) > 0:
+                    oldest = "SELECT rowid FROM Cache ORDER BY rowid LIMIT ?"
+                    sql(f"DELETE FROM Cache WHERE rowid IN ({oldest})", (excess,))
+                return added
+
+    def remembered(self) -> list[bytes]:
+        """All records, oldest first.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        with self._typed_errors("read"):
+            return [
+                record
+                for (record,) in self._texts.rows("SELECT key FROM Cache ORDER BY rowid")
+                if type(record) is bytes
+            ]
+
+    def remembered_count(self) -> int:
+        """How many records there are.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        with self._typed_errors("read"):
+            return int(self._texts.rows("SELECT value FROM Settings WHERE key = 'count'")[0][0])
+
+    def remembered_version(self) -> int:
+        """A number that differs whenever a record came in, from any process; cheap enough to ask for each prompt.
+
+        Unlike the count it also moves when the store is at MAX_RECORDS and an old record made room.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        with self._typed_errors("read"):
+            return int(self._texts.rows("SELECT COALESCE(MAX(rowid), 0) FROM Cache")[0][0])
+
+    # ---- life
+
+    def close(self) -> None:
+        """Close the index. Open readers stay usable. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._kv.close()
+            self._texts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"KVStore({str(self.directory)!r}, size_limit_bytes={self.size_limit_bytes})"
+
+    # ---- inside
+
+    @contextlib.contextmanager
+    def _typed_errors(self, verb: str) -> Iterator[None]:
+        """Every error of the disk or of SQLite becomes a StoreError that says what to do."""
+        if self._closed:
+            raise StoreError(f"the store in {self.directory} is closed: open it again")
+        try:
+            yield
+        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+            raise self._translated(error, verb) from error
+
+    def _translated(self, error: BaseException, verb: str) -> StoreError:
+        chain: list[BaseException] = []
+        link: BaseException | None = error
+        while link is not None and link not in chain:
+            chain.append(link)
+            link = link.__cause__ or link.__context__
+        codes = {_code(link) for link in chain}
+        if sqlite3.SQLITE_FULL in codes or any(isinstance(e, OSError) and e.errno in _FULL for e in chain):
+            return StoreFullError(
+                f"the disk of the store in {self.directory} is full ({error}): free some space, or give the store a "
+                "smaller size_limit_bytes; what was stored before is intact"
+            )
+        if codes & {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+            return StoreFormatError(
+                f"the index of the store in {self.directory} is damaged ({error}): delete the folders kv and texts in "
+                "it and ingest again"
+            )
+        if isinstance(error, diskcache.Timeout) or codes & {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+            return StoreError(
+                f"the store in {self.directory} stayed locked by another process: look for one that hangs, and try "
+                "again"
+            )
+        return StoreError(
+            f"cannot {verb} the store in {self.directory} ({error}): check that the folder exists and that you may "
+            "write to it"
+        )
+
+    def _stored_bytes(self, key: str) -> int | None:
+        """Size of the payload stored under the key; None where it is missing or not whole."""
+        for size, *where in self._kv.rows(_WHERE_IS, (key,)):
+            with contextlib.suppress(OSError, _UnusableError):
+                if os.path.getsize(self._kv.disk.fetch(*where, True)) == size:
+                    return int(size)
+        return None
+
+    def _files(self, keys: Sequence[str]) -> dict[str, BinaryIO | _UnusableError | None]:
+        """Per key the open payload file, None where nothing is stored, or why what is stored cannot be used."""
+        found: dict[str, BinaryIO | _UnusableError | None] = {}
+        try:
+            try:
+                with self._kv.writing(give_up_s=0.0):
+                    for key in keys:
+                        found[key] = self._file(key, touch=True)
+            except (sqlite3.Error, diskcache.Timeout) as error:
+                # Locked, full or read-only: what is stored can be read all the same.
+                _log.warning("reading %s without updating its LRU order: %s", self.directory, error or "it is locked")
+                for key in keys:
+                    if found.get(key) is None:
+                        found[key] = self._file(key, touch=False)
+        except BaseException:
+            for file in found.values():
+                if file is not None and not isinstance(file, _UnusableError):
+                    file.close()
+            raise
+        return found
+
+    def _file(self, key: str, *, touch: bool) -> BinaryIO | _UnusableError | None:
+        # Inside a transaction a row's file is there, or lost for good. Outside, it may have been evicted or replaced
+        # between the SELECT and the opening, so one more look tells.
+        for last in (True,) if touch else (False, True):
+            try:
+                if touch:
+                    path = self._kv.get(key, read=True)
+                else:
+                    path = next(
+                        (self._kv.disk.fetch(*where, True) for _, *where in self._kv.rows(_WHERE_IS, (key,))), None
+                    )
+                return None if path is None else open(path, "rb", buffering=0)
+            except FileNotFoundError:
+                if last:
+                    return _UnusableError("the payload file is gone")
+            except _UnusableError as error:
+                return error
+            except OSError as error:
+                _log.warning("cannot open payload %s, it counts as a miss: %s", key[:16], error)
+                return None
+        raise AssertionError("the last look returns")
+
+    @contextlib.contextmanager
+    def _adding_file(self) -> Iterator[None]:
+        """Held while a file is on disk whose row is not committed yet, so that nobody takes it for an orphan.
+
+        The system releases the lock when the process dies, however it dies.
+        """
+        if sys.platform == "win32":
+            yield
+            return
+        with open(self.directory / _LOCK, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+
+    @contextlib.contextmanager
+    def _files_settled(self, patience_s: float) -> Iterator[bool]:
+        """True while no file is being added anywhere; False where that could not be had within patience_s."""
+        if sys.platform == "win32":
+            yield False
+            return
+        deadline = time.monotonic() + patience_s
+        with open(self.directory / _LOCK, "ab") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        yield False
+                        return
+                    time.sleep(0.005)
+            yield True
+
+    def _orphans(self) -> list[str]:
+        """Payload files no row knows. Files are listed first: what is added later cannot be mistaken for one."""
+        names = [name for name in os.listdir(self._kv_directory) if _PAYLOAD_FILE.fullmatch(name)]
+        known = {name for (name,) in self._kv.rows("SELECT filename FROM Cache WHERE filename IS NOT NULL")}
+        # Those that were deleted or evicted since are no orphans.
+        return sorted(name for name in names if name not in known and (self._kv_directory / name).exists())
+
+    def _index_problems(self, table: str) -> list[str]:
+        cache = self._kv if table == "kv" else self._texts
+        problems = [text for (text,) in cache.rows("PRAGMA integrity_check") if text != "ok"]
+        # One statement, so that both sides are of one moment.
+        ((count, counted, size, summed),) = cache.rows(
+            "SELECT (SELECT value FROM Settings WHERE key = 'count'), COUNT(*),"
+            " (SELECT value FROM Settings WHERE key = 'size'), COALESCE(SUM(size), 0) FROM Cache"
+        )
+        if count != counted:
+            problems.append(f"{counted} rows where {count} are noted")
+        if size != summed:
+            problems.append(f"rows of {summed} bytes where {size} are noted")
+        return problems
+
+    def _why_bad(self, key: Any, raw: int, size: int, mode: int, filename: str | None, value: Any) -> str:
+        """What is wrong with one row and its payload; "" where nothing is."""
+        from ragblend.store.payload import PayloadReader
+
+        if not raw or not isinstance(key, str):
+            return "the key is not text"
+        try:
+            path = self._kv.disk.fetch(mode, filename, value, True)
+            with open(path, "rb", buffering=0) as file, PayloadReader(file, key) as reader:
+                if reader.nbytes != size:
+                    return f"the file has {reader.nbytes} bytes, the index says {size}"
+                for layer in range(reader.n_layers):
+                    reader.read_layer_kv(layer)
+        except (_UnusableError, CorruptPayloadError) as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot be opened: {error}"
+        return ""
+
+
+def _code(error: BaseException) -> int | None:
+    """SQLite's primary result code; Python's own errors of the module have none."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code & 0xFF if isinstance(code, int) else None
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "xb", buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def _claim(directory: Path, create: bool) -> int | None:
+    """Make sure the folder is a store of our format, or may become one. The size limit it was last opened with."""
+    if not directory.exists() and not create:
+        raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
+    if directory.exists() and not directory.is_dir():
+        raise StoreFormatError(f"{directory} is a file: choose a folder for the store")
+    if create:
+        directory.mkdir(parents=True, exist_ok=True)
+    marker = directory / _MARKER
+    names = [name for name in os.listdir(directory) if not _IGNORED.fullmatch(name)]
+    if not marker.exists():
+        if names and not marker.exists():  # asked twice: another process may be making this very store
+            raise StoreFormatError(
+                f"{directory} is not empty and not a ragblend store (no {_MARKER}): choose another folder"
+            )
+        if not create:
+            raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
+        return None
+    try:
+        note = json.loads(marker.read_bytes())
+        version, limit = note["format"], note.get("size_limit_bytes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise StoreFormatError(f"{marker} is not readable: choose another folder, or delete this one") from None
+    if version != FORMAT_VERSION:
+        raise StoreFormatError(
+            f"the store in {directory} has format {version!r:.20}, this version of ragblend uses {FORMAT_VERSION}: "
+            "choose another folder, or delete this one and ingest again"
+        )
+    return limit if type(limit) is int and limit > 0 else None
+
+
+def _write_marker(directory: Path, size_limit_bytes: int) -> None:
+    temporary = directory / f".{_MARKER}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        temporary.write_text(json.dumps({"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes}) + "\n")
+        os.replace(temporary, directory / _MARKER)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _default_limit_bytes(directory: Path) -> int:
+    return max(1, min(DEFAULT_SIZE_LIMIT_BYTES, shutil.disk_usage(directory).free // 2))

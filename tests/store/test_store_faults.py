@@ -1,0 +1,351 @@
+"""Full disks, read-only folders, killed and competing processes: the store stays whole and says what happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragblend.errors import StoreError, StoreFullError
+from ragblend.store import kvstore
+from ragblend.store.kvstore import KVStore
+
+ROOT = Path(__file__).parents[2]
+
+# Every child starts with this: the same chunks in every process, from the seed alone.
+PRELUDE = """
+import os, random, sys, time, torch
+torch.set_num_threads(1)
+from ragblend.errors import *
+from ragblend.kv import LayerKV
+from ragblend.store import kvstore
+from ragblend.store.kvstore import KVStore
+
+def chunk(seed, n_tokens=100):
+    make = torch.Generator().manual_seed(seed)
+    return [LayerKV(torch.randn((2, n_tokens, 16), generator=make), torch.randn((2, n_tokens, 8), generator=make))
+            for _ in range(3)]
+
+def right(reader, seed):
+    with reader:
+        return all(torch.equal(reader.read_layer_kv(i).key, layer.key) for i, layer in enumerate(chunk(seed)))
+
+directory = sys.argv[1]
+"""
+
+
+def child(code: str, *args: object, prefix: tuple[str, ...] = (), **options) -> subprocess.Popen:
+    command = [*prefix, sys.executable, "-c", PRELUDE + code, *map(str, args)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def store(tmp_path, make_chunk):
+    with KVStore(tmp_path / "store") as store:
+        store.put("before", make_chunk(1))
+        yield store
+
+
+def assert_whole(store: KVStore, make_chunk) -> None:
+    """Only what was committed before is there, and it is intact."""
+    assert store.verify().ok
+    assert store.keys() == ["before"]
+    assert len(list((store.directory / "kv").glob("*.safetensors"))) == 1
+    with store.open("before") as reader:
+        assert torch.equal(reader.read_layer_kv(0).key, make_chunk(1)[0].key)
+
+
+# ---- full disks
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_no_space_for_the_payload(store, make_chunk, monkeypatch, code):
+    def half(path, data):
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore, "_write_file", half)
+        for key in ("new", "before"):
+            with pytest.raises(StoreFullError, match="free some space"):
+                store.put(key, make_chunk(2), overwrite=True)
+    assert_whole(store, make_chunk)
+    store.put("new", make_chunk(2))
+
+
+def test_no_space_for_the_index(store, make_chunk):
+    ((pages,),) = store._kv.rows("PRAGMA page_count")
+    store._kv.rows(f"PRAGMA max_page_count = {pages}")  # a real SQLITE_FULL, when the next page is needed
+
+    def put_many() -> None:
+        for index in range(1000):
+            store.put(f"{index:0200}", make_chunk(2))
+
+    with pytest.raises(StoreFullError):
+        put_many()
+    assert not store._kv._con.in_transaction
+    assert store.verify().ok
+    assert len(store) == len(list((store.directory / "kv").glob("*.safetensors"))) > 1
+    store._texts.rows(f"PRAGMA max_page_count = {store._texts.rows('PRAGMA page_count')[0][0]}")
+    with pytest.raises(StoreFullError):
+        store.remember(index.to_bytes(60, "big") for index in range(10_000))
+    assert store.remembered() == []
+    store._kv.rows("PRAGMA max_page_count = 1000000")
+    store.put("new", make_chunk(2))
+
+
+def refuse(what: str):
+    """An SQLite authorizer: the one statement fails, everything else works."""
+
+    def authorize(action, name, *_):
+        denied = (action == sqlite3.SQLITE_TRANSACTION and name == what) or (
+            action == sqlite3.SQLITE_UPDATE and what == f"UPDATE {name}"
+        )
+        return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
+
+    return authorize
+
+
+@pytest.mark.parametrize("what", ["COMMIT", "BEGIN", "UPDATE Cache", "UPDATE Settings"])
+def test_a_failing_transaction_changes_nothing(store, make_chunk, what):
+    """Above all at COMMIT: neither the old payload's file nor an evicted one may be gone by then."""
+    store._kv.payload_limit_bytes = 2000
+    store._kv._con.set_authorizer(refuse(what))
+    try:
+        for key in ("before", "new") if what != "UPDATE Cache" else ("before",):
+            with pytest.raises(StoreError):
+                store.put(key, make_chunk(2, n_tokens=11), overwrite=True)
+            assert not store._kv._con.in_transaction
+        if what != "UPDATE Cache":
+            with pytest.raises(StoreError):
+                store.delete("before")
+        opened = store.open_many(["before", "none"])  # reading goes on, without touching the LRU order
+        assert [status for _, status in opened] == ["hit", "miss"]
+        opened[0].reader.close()
+    finally:
+        store._kv._con.set_authorizer(None)
+    assert_whole(store, make_chunk)
+
+
+def test_file_size_limit_of_the_process(tmp_path):
+    """A real failing write, half way through the payload."""
+    code = """
+import resource
+with KVStore(directory) as store:
+    store.put("before", chunk(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+    try:
+        store.put("new", chunk(2, n_tokens=1000))
+    except StoreFullError:
+        print("full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert store.keys() == ["before"] and store.verify().ok and right(store.open("before"), 1)
+"""
+    assert finish(child(code, tmp_path)) == "full\n"
+
+
+def test_a_disk_that_really_is_full(tmp_path):
+    mount = ("unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "$@"', "sh")
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("needs a small file system of its own")
+    code = """
+with open(directory + "/ballast", "wb") as ballast:
+    ballast.write(bytes(150_000))
+with KVStore(directory + "/store", size_limit_bytes=1 << 30) as store:
+    stored = []
+    try:
+        for seed in range(1000):
+            store.put(f"k{seed:04}", chunk(seed))
+            stored.append(seed)
+    except StoreFullError as error:
+        print("full")
+    with open(directory + "/rest", "wb", buffering=0) as rest:  # not a single byte is left for SQLite either
+        try:
+            while True:
+                rest.write(b"x" * 512)
+        except OSError:
+            pass
+    for _ in range(20):
+        for seed, opened in zip(stored, store.open_many([f"k{seed:04}" for seed in stored]), strict=True):
+            assert opened.status == "hit" and right(opened.reader, seed), opened
+    try:
+        store.remember(bytes([i, j]) for i in range(256) for j in range(256))
+    except StoreFullError:
+        print("full")
+    assert store.remembered() == []
+    assert store.verify().ok and len(store) == len(stored) > 3
+    os.remove(directory + "/ballast")
+    store.delete("k0000")
+    store.put("new", chunk(1))
+    assert store.verify().ok
+"""
+    assert finish(child(code, tmp_path, prefix=mount)) == "full\nfull\n"
+
+
+def test_read_only_folders_are_typed_errors():
+    """Run as an ordinary user, whom permissions bind."""
+    code = """
+from pathlib import Path
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+base = Path(directory)
+with KVStore(base / "store") as store:
+    store.put("a", chunk(1))
+    for path in [*(base / "store").rglob("*")][::-1] + [base / "store", base]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        store.put("b", chunk(2))
+    except StoreError as error:
+        print(error)
+    assert right(store.open("a"), 1)
+for name in ("store", "other"):
+    try:
+        KVStore(base / name)
+    except StoreError as error:
+        print(error)
+for path in [base, base / "store", *(base / "store").rglob("*")]:
+    path.chmod(0o777)
+"""
+    base = tempfile.mkdtemp()  # pytest's own folders are closed to other users
+    try:
+        if os.getuid() == 0:
+            os.chown(base, 65534, 65534)
+        lines = finish(child(code, base)).splitlines()
+    finally:
+        shutil.rmtree(base)
+    assert len(lines) == 3
+    assert all("that you may write to it" in line for line in lines)
+
+
+# ---- processes
+
+
+@pytest.mark.parametrize("stage", ["in the file", "before the row", "before the commit", "after the commit"])
+def test_killed_in_the_middle_of_a_put(store, make_chunk, stage, monkeypatch):
+    monkeypatch.setattr(kvstore, "_SETTLE_S", 0.2)
+    code = """
+def hang(*_, **__):
+    print("there", flush=True)
+    time.sleep(60)
+
+stage = sys.argv[2]
+store = KVStore(directory)
+if stage == "in the file":
+    def half(path, data):
+        path.write_bytes(data[: len(data) // 2])
+        hang()
+    kvstore._write_file = half
+elif stage == "before the row":
+    store._kv.set = hang
+elif stage == "before the commit":
+    put = store._kv.set
+    store._kv.set = lambda *a, **k: (put(*a, **k), hang())
+else:  # the row of the new payload is committed, the old payload's file is still there
+    kvstore.os.remove = hang
+store.put("before" if stage == "after the commit" else "new", chunk(2), overwrite=True)
+"""
+    process = child(code, store.directory, stage)
+    try:
+        assert process.stdout.readline() == "there\n"
+        assert len(list((store.directory / "kv").glob("*.safetensors"))) == 2
+        if stage == "in the file":
+            assert store.verify().ok  # a file under way is no orphan
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    if stage == "after the commit":
+        assert len(store.verify().orphans) == 1
+    store.close()
+    with KVStore(store.directory) as again:
+        if stage != "after the commit":
+            assert_whole(again, make_chunk)
+        assert again.verify().ok
+        assert len(again) == len(list((store.directory / "kv").glob("*.safetensors"))) == 1
+        again.put("new", make_chunk(3))
+        assert again.verify().ok
+
+
+def test_killed_at_random_moments(tmp_path):
+    """Writers that put, overwrite, delete and evict are killed again and again; the folder never breaks."""
+    code = """
+import signal
+pick = random.Random(7)
+with KVStore(directory, size_limit_bytes=300_000):
+    pass
+for turn in range(25):
+    pid = os.fork()
+    if not pid:
+        try:
+            with KVStore(directory) as store:
+                while True:
+                    seed = pick.randrange(12)
+                    store.put(f"k{seed}", chunk(seed), overwrite=True)
+                    if seed % 3 == 0:
+                        store.delete(f"k{pick.randrange(12)}")
+        finally:
+            os._exit(1)
+    time.sleep(pick.uniform(0.02, 0.12))
+    os.kill(pid, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    with KVStore(directory) as store:
+        report = store.verify()
+        assert report.ok, report
+        for key in store.keys():
+            assert right(store.open(key), int(key[1:]))
+        assert store.stats().bytes <= 300_000
+print(report.checked > 0)
+"""
+    assert finish(child(code, tmp_path)) == "True\n"
+
+
+def test_processes_share_a_store(tmp_path):
+    code = """
+pick = random.Random(int(sys.argv[2]))
+hits = 0
+with KVStore(directory, size_limit_bytes=300_000) as store:
+    for turn in range(120):
+        seed = pick.randrange(12)
+        do = pick.random()
+        if do < 0.4:
+            store.put(f"k{seed}", chunk(seed), overwrite=do < 0.1)
+            store.remember([bytes([seed]) * 28])
+        elif do < 0.5:
+            store.delete(f"k{seed}")
+        else:
+            for other, opened in enumerate(store.open_many([f"k{other}" for other in range(12)])):
+                assert opened.status != "corrupt"
+                if opened.reader:
+                    assert right(opened.reader, other)
+                    hits += 1
+print(hits > 0)
+"""
+    # Three at once, from the creation of the folder on.
+    processes = [child(code, tmp_path / "store", seed) for seed in range(3)]
+    assert [finish(process) for process in processes] == ["True\n"] * 3
+    with KVStore(tmp_path / "store", create=False) as store:
+        report = store.verify()
+        assert report.ok, report
+        assert 0 < store.stats().bytes <= 300_000
+        assert store.remembered_count() == len(set(store.remembered())) == 12
