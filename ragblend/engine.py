@@ -1,0 +1,633 @@
+"""The engine: texts in, answers out. Wires the rooms together; owns no maths.
+
+ingest   text -> ids -> chunk key -> prefill behind the preamble -> store
+answer   prompt -> spans -> {known prefix, hit, miss} -> blend -> decode -> text, report; misses are learned later
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ragblend.blend.controller import LoadingController
+from ragblend.blend.precompute import Precomputer
+from ragblend.blend.prefill import Plan, Prefilled, Selector, prefill
+from ragblend.blend.prefix import PrefixCache
+from ragblend.blend.selectors import QuestionAttention
+from ragblend.errors import (
+    ContextWindowError,
+    CorruptPayloadError,
+    IngestError,
+    InvalidSettingError,
+    RagBlendError,
+)
+from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
+from ragblend.model.generate import DecodeSettings, Step, decode
+from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
+from ragblend.prompt.chunk import Message, chunk_key, tokenizer_fingerprint
+from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
+from ragblend.prompt.match import ChunkIndex, is_indexable, record_for
+from ragblend.prompt.template import PromptTokenizer
+from ragblend.report import BlendReport, ChunkStatus, ChunkUse
+from ragblend.store.kvstore import KVStore
+from ragblend.store.loader import LayerLoader
+from ragblend.store.payload import PayloadReader
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_RATIO = 0.15
+DEFAULT_PREFIX_CACHE_BYTES = 512 * 1024 * 1024
+_REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
+_LEARN_QUEUE = 256  # misses waiting to be learned; more are dropped, they will be missed again
+_IDLE_S = 0.05  # how long nothing may have been computed before learning takes a turn
+
+Ratio = float | str
+"""0..1, or "auto": the largest ratio that hides behind loading, and never less than the default."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine blends.
+
+    preamble: what stands before the first chunk in the prompts to come: the text that begins the user's message, or
+        the messages up to there. Chunks are prefilled behind it. None: chunks are prefilled alone.
+    ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
+    selector: which tokens those are.
+    prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
+    reuse_blended: also keep blended KV, under its own root, for prompts that go on from an earlier one (chat turns).
+    learn: store the KV of chunks that were missed, after the answer.
+
+    Raises:
+        InvalidSettingError: a value out of range.
+    """
+
+    preamble: str | Sequence[Message] | None = ""
+    ratio: Ratio = DEFAULT_RATIO
+    selector: Selector = field(default_factory=QuestionAttention)
+    prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES
+    reuse_blended: bool = True
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if self.prefix_cache_bytes < 0:
+            raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
+
+
+def check_ratio(ratio: Ratio) -> None:
+    """Raises InvalidSettingError unless the ratio is "auto" or a number in 0..1."""
+    if ratio == "auto":
+        return
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
+        raise InvalidSettingError(f"the recompute ratio is a number from 0 to 1, or 'auto'; got {ratio!r}")
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """What an ingest did. computed + already_stored + empty = texts seen (repeated texts count as already stored)."""
+
+    computed: int
+    already_stored: int
+    empty: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. token_ids: with the token that ended it, if one did."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: BlendReport
+
+
+class _Miss(NamedTuple):
+    key: str
+    ids: tuple[int, ...]
+    text: str
+
+
+class Ready(NamedTuple):
+    """A prefilled prompt, ready to decode.
+
+    ids: [tokens] int64. cache: holds their KV. logits: [vocab] fp32 of the last one.
+    root: names this way of blending in the prefix cache. exact_tokens: leading tokens whose KV is exact.
+    started: time.perf_counter() when the prompt came in.
+    """
+
+    ids: Tensor
+    cache: KVCache
+    logits: Tensor
+    report: BlendReport
+    root: bytes
+    exact_tokens: int
+    misses: tuple[_Miss, ...]
+    started: float
+
+
+class _Blended(NamedTuple):
+    plan: Plan
+    prefilled: Prefilled
+    report: BlendReport
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer as they become certain. Close it (or leave it as a context) to stop early.
+
+    Attributes:
+        report: grows complete as the answer does.
+        text, token_ids: what there is so far.
+    """
+
+    def __init__(self, engine: RagBlend, ready: Ready, settings: DecodeSettings) -> None:
+        self.report = ready.report
+        self.text = ""
+        self.token_ids: list[int] = []
+        self._engine, self._ready = engine, ready
+        self._steps = engine._steps(ready, settings)
+        self._first_s: float | None = None
+        self._done = False
+
+    def __next__(self) -> str:
+        while not self._done:
+            step = next(self._steps)
+            self.token_ids.append(step.token_id)
+            now = time.perf_counter()
+            if self._first_s is None:
+                self._first_s = now
+                self.report = replace(self.report, ttft_s=now - self._ready.started)
+            if step.finish:
+                self._finish(step.finish)
+            if step.text:
+                self.text += step.text
+                return step.text
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop computing; the report says "cancelled" if the answer was not finished."""
+        if not self._done:
+            self._finish("cancelled")
+
+    def _finish(self, reason: str) -> None:
+        self._done = True
+        self._steps.close()
+        decode_s = 0.0 if self._first_s is None else time.perf_counter() - self._first_s
+        decoded = max(0, len(self.token_ids) - 1)
+        self.report = replace(self.report, decode_tokens=decoded, decode_s=decode_s, finish_reason=reason)
+        self._engine._after(self._ready, self.token_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RagBlend:
+    """A model and a store of chunk KV. Any number of threads may ask at once; computing takes turns."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        store: KVStore | str | Path,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        """Raises UnsupportedModelError, StoreError and InvalidSettingError."""
+        self.settings = settings or EngineSettings()
+        self.decoder = Decoder(model)
+        self.tokenizer = tokenizer
+        self.prompts = PromptTokenizer(tokenizer)
+        self.fingerprint = hashlib.blake2b(
+            f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
+        ).hexdigest()
+        self.preamble_ids = self._preamble_ids(self.settings.preamble)
+        self._owns_store = not isinstance(store, KVStore)
+        self.store = store if isinstance(store, KVStore) else KVStore(store)
+        self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
+        self._controller = LoadingController(floor=DEFAULT_RATIO)
+        self._precomputer = Precomputer(self.decoder, self.preamble_ids)
+        self._compute = threading.Lock()
+        self._index = ChunkIndex()
+        self._index_lock = threading.Lock()
+        self._index_version = -1
+        self._last_compute = 0.0
+        self._learning: queue.Queue[_Miss | None] = queue.Queue(_LEARN_QUEUE)
+        self._learner: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: Model = DEFAULT_MODEL,
+        *,
+        store: KVStore | str | Path,
+        dtype: str = "auto",
+        device: str = "auto",
+        size_limit_bytes: int | None = None,
+        **settings: Any,
+    ) -> RagBlend:
+        """Load a model and open a store.
+
+        Args:
+            model: a local folder, a GGUF file, a hub id, the default model's name, or (model, tokenizer).
+            store: the KV store's folder (made if missing), or an open KVStore.
+            dtype: "auto" takes what is fastest here; it is part of what identifies a chunk's KV.
+            device: "auto" takes a CUDA GPU where there is one.
+            size_limit_bytes: bound for the store's payloads, when `store` is a folder.
+            **settings: fields of EngineSettings.
+
+        Raises:
+            ModelNotFoundError, UnsupportedModelError, StoreError, InvalidSettingError.
+        """
+        try:
+            chosen = EngineSettings(**settings)
+        except TypeError as error:
+            raise InvalidSettingError(f"{error}; settings are {', '.join(EngineSettings.__annotations__)}") from error
+        loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+        opened = store if isinstance(store, KVStore) else KVStore(store, size_limit_bytes=size_limit_bytes)
+        try:
+            engine = cls(loaded, tokenizer, opened, chosen)
+        except BaseException:
+            if opened is not store:
+                opened.close()
+            raise
+        engine._owns_store = opened is not store
+        return engine
+
+    # -- ingest -------------------------------------------------------------------------------------------------
+
+    def ingest(self, texts: Iterable[str], *, progress: Callable[[int], None] | None = None) -> IngestReport:
+        """Prefill texts and store their KV. What is stored already costs a look-up, so a killed ingest resumes.
+
+        Args:
+            texts: one chunk each; surrounding white space does not count.
+            progress: called with the number of texts done so far.
+
+        Raises:
+            ContextWindowError: a text does not fit the model behind the preamble.
+            StoreFullError: the disk is full; what was stored before stays.
+        """
+        started = time.perf_counter()
+        computed = stored = empty = tokens = n_bytes = 0
+        records: list[bytes] = []
+        try:
+            for done, text in enumerate(texts, 1):
+                if not isinstance(text, str):
+                    raise IngestError(f"ingest takes texts, not {type(text).__name__}")
+                text = text.strip()
+                ids = self.prompts.encode_text(text)
+                if not ids:
+                    empty += 1
+                else:
+                    key = chunk_key(self.fingerprint, self.preamble_ids, ids)
+                    if key in self.store:
+                        stored += 1
+                    else:
+                        n_bytes += self._compute_and_put(key, ids)
+                        computed += 1
+                        tokens += len(ids)
+                    if is_indexable(text):
+                        records.append(record_for(text))
+                if len(records) >= _REMEMBER_EVERY:
+                    self._remember(records)
+                    records = []
+                if progress is not None:
+                    progress(done)
+        finally:
+            self._remember(records)
+        return IngestReport(computed, stored, empty, tokens, n_bytes, time.perf_counter() - started)
+
+    def _compute_and_put(self, key: str, ids: Sequence[int]) -> int:
+        with self._compute:
+            layers = self._precomputer.chunk_kv(ids)
+        return self.store.put(key, layers)
+
+    def _remember(self, records: Sequence[bytes]) -> None:
+        if records:
+            self._index.add(records)
+            self.store.remember(records)
+
+    # -- answer -------------------------------------------------------------------------------------------------
+
+    def answer(
+        self, prompt: Prompt, *, ratio: Ratio | None = None, selector: Selector | None = None, **how: Any
+    ) -> Answer:
+        """Answer a prompt.
+
+        Args:
+            prompt: a string in which ingested texts are found by themselves; or a sequence of strings and Chunks (one
+                user message); or a sequence of Messages.
+            ratio, selector: instead of the engine's.
+            **how: fields of DecodeSettings: max_tokens, temperature, top_p, repetition_penalty, stop, seed.
+
+        Raises:
+            EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
+        """
+        with self.stream(prompt, ratio=ratio, selector=selector, **how) as stream:
+            for _ in stream:
+                pass
+        return Answer(stream.text, tuple(stream.token_ids), stream.report)
+
+    def stream(
+        self, prompt: Prompt, *, ratio: Ratio | None = None, selector: Selector | None = None, **how: Any
+    ) -> AnswerStream:
+        """Like `answer`, piece by piece. The prompt is prefilled before this returns."""
+        try:
+            settings = DecodeSettings(**how)
+        except TypeError as error:
+            raise InvalidSettingError(f"{error}; known are {', '.join(DecodeSettings.__annotations__)}") from error
+        ready = self.prefill(prompt, ratio=ratio, selector=selector, max_tokens=settings.max_tokens)
+        room = self.decoder.context_window_tokens - len(ready.ids)
+        return AnswerStream(self, ready, replace(settings, max_tokens=min(settings.max_tokens, room)))
+
+    def prefill(
+        self, prompt: Prompt, *, ratio: Ratio | None = None, selector: Selector | None = None, max_tokens: int = 1
+    ) -> Ready:
+        """Everything up to the first token's logits.
+
+        Args:
+            max_tokens: how many positions to leave room for behind the prompt.
+
+        Raises:
+            EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
+        """
+        started = time.perf_counter()
+        ratio = self.settings.ratio if ratio is None else ratio
+        check_ratio(ratio)
+        selector = self.settings.selector if selector is None else selector
+        layout = lay_out(self.prompts, prompt, self._known_texts())
+        tokens, window = len(layout.ids), self.decoder.context_window_tokens
+        if tokens >= window:
+            raise ContextWindowError(tokens, max_tokens, window)
+        ids = torch.from_numpy(layout.ids.copy())
+        keys = [chunk_key(self.fingerprint, self.preamble_ids, layout.ids_of(span)) for span in layout.chunks]
+        tokenise_s = time.perf_counter() - started
+
+        root = self.fingerprint.encode()
+        if ratio != 1:
+            root = hashlib.blake2b(repr((root, self.preamble_ids, ratio, selector)).encode(), digest_size=16).digest()
+        with self._compute:
+            cache = self.decoder.new_cache(min(tokens + max_tokens, window))
+            known, exact = self._known_prefix(root, ids, cache)
+            done = self._blend(layout, ids, keys, cache, known, ratio, selector)
+            self._last_compute = time.perf_counter()
+        plan, prefilled, report = done.plan, done.prefilled, done.report
+        reused = int(plan.reused.sum())
+        report = replace(
+            report,
+            prompt_tokens=tokens,
+            prefix_tokens=plan.known,
+            prefix_is_exact=plan.known <= exact,
+            reused_tokens=reused,
+            recomputed_tokens=int(prefilled.recomputed.sum()),
+            fresh_tokens=tokens - plan.known - reused,
+            selector=repr(selector),
+            rows_fraction=prefilled.row_layers / (tokens * self.decoder.n_layers),
+            tokenise_s=tokenise_s,
+            select_s=prefilled.select_s,
+        )
+        exact_tokens = tokens
+        if plan.known > exact:
+            exact_tokens = exact
+        elif reused:
+            exact_tokens = int(plan.reused.nonzero()[0])
+        wanted = {"miss", "corrupt"} if self.settings.learn else set()
+        misses = tuple(
+            _Miss(use.key, tuple(layout.ids_of(span).tolist()), span.text or "")
+            for use, span in zip(report.chunks, layout.chunks, strict=True)
+            if use.status in wanted
+        )
+        return Ready(ids, cache, prefilled.logits, report, root, exact_tokens, misses, started)
+
+    def _known_prefix(self, root: bytes, ids: Tensor, cache: KVCache) -> tuple[int, int]:
+        """Fill the start of `cache` from the prefix cache; (tokens filled, how many are exact).
+
+        The last token is always computed: its logits are what a prefill is for.
+        """
+        exact_root = self.fingerprint.encode()
+        exact = self.prefix_cache.find(exact_root, ids[:-1])
+        if root != exact_root and self.prefix_cache.find(root, ids[:-1]) > exact:
+            return self.prefix_cache.fetch(root, ids[:-1], cache), exact
+        exact = self.prefix_cache.fetch(exact_root, ids[:-1], cache)
+        return exact, exact
+
+    def _blend(
+        self,
+        layout: Layout,
+        ids: Tensor,
+        keys: Sequence[str],
+        cache: KVCache,
+        known: int,
+        ratio: Ratio,
+        selector: Selector,
+    ) -> _Blended:
+        """Prefill with what the store has. A payload that turns out corrupt on the way is a miss: plan anew."""
+        corrupt: set[str] = set()
+        while True:
+            began = time.perf_counter()
+            uses, readers = self._look_up(layout.chunks, keys, known, corrupt, read=ratio != 1)
+            lookup_s = time.perf_counter() - began
+            plan = _plan(layout, ids, known, uses, self.preamble_ids)
+            reused = int(plan.reused.sum())
+            share = (
+                ratio
+                if not isinstance(ratio, str)
+                else self._controller.ratio(
+                    reused_tokens=reused,
+                    reused_bytes=reused * self.decoder.kv_bytes_per_token,
+                    fresh_tokens=len(ids) - plan.known - reused,
+                    n_layers=self.decoder.n_layers,
+                )
+            )
+            try:
+                with LayerLoader(readers, device=self.decoder.device, dtype=self.decoder.dtype) as loader:
+                    began = time.perf_counter()
+                    prefilled = prefill(self.decoder, cache, plan, loader if reused else None, selector, share)
+                    prefill_s = time.perf_counter() - began
+            except CorruptPayloadError as error:
+                _log.warning("%s", error)
+                corrupt.add(error.key)
+                self.store.delete(error.key)
+                continue
+            finally:
+                for reader in readers:
+                    reader.close()
+            self._controller.observe(
+                bytes_read=loader.bytes_read,
+                load_s=loader.load_s,
+                row_layers=prefilled.row_layers,
+                compute_s=max(0.0, prefill_s - loader.stall_s),
+            )
+            report = BlendReport(
+                chunks=uses,
+                ratio=share,
+                bytes_read=loader.bytes_read,
+                lookup_s=lookup_s,
+                load_s=loader.load_s,
+                stall_s=loader.stall_s,
+                prefill_s=prefill_s,
+            )
+            return _Blended(plan, prefilled, report)
+
+    def _look_up(
+        self, spans: Sequence[Span], keys: Sequence[str], known: int, corrupt: set[str], *, read: bool
+    ) -> tuple[tuple[ChunkUse, ...], list[PayloadReader]]:
+        """How each chunk span will be served, and an open reader for each hit, in prompt order."""
+        wanted = [key for key, span in zip(keys, spans, strict=True) if read and span.stop > known]
+        opened = dict(zip(wanted, self.store.open_many(wanted), strict=True))
+        uses: list[ChunkUse] = []
+        readers: list[PayloadReader] = []
+        for key, span in zip(keys, spans, strict=True):
+            status: ChunkStatus
+            if span.stop <= known:
+                status = "prefix"
+            elif not read:
+                status = "recomputed" if key in self.store else "miss"
+            else:
+                reader, status = opened[key]
+                if reader is not None and not self._fits(reader, span):
+                    reader.close()
+                    corrupt.add(key)
+                    self.store.delete(key)
+                if key in corrupt:
+                    status = "corrupt"
+                elif reader is not None:
+                    readers.append(reader)
+            uses.append(ChunkUse(key, span.start, span.stop, status))
+        return tuple(uses), readers
+
+    def _fits(self, reader: PayloadReader, span: Span) -> bool:
+        return (
+            reader.n_tokens == len(span) and reader.dtype == self.decoder.dtype and reader.shapes == self.decoder.shapes
+        )
+
+    def _known_texts(self) -> ChunkIndex:
+        """The index of chunk texts, with what other processes added since."""
+        with self._index_lock:
+            version = self.store.remembered_version()
+            if version != self._index_version:
+                self._index.add(self.store.remembered())
+                self._index_version = version
+        return self._index
+
+    def _steps(self, ready: Ready, settings: DecodeSettings) -> Generator[Step, None, None]:
+        """Decode, taking the turn for one token at a time so that several answers can grow side by side."""
+        steps = decode(
+            self.decoder,
+            ready.cache,
+            ready.logits,
+            ready.ids,
+            settings,
+            sorted(self.prompts.stop_ids),
+            self.prompts.decode,
+        )
+        while True:
+            with self._compute:
+                step = next(steps, None)
+                self._last_compute = time.perf_counter()
+            if step is None:
+                return
+            yield step
+
+    def _after(self, ready: Ready, token_ids: Sequence[int]) -> None:
+        """What an answer leaves behind: its prefix in RAM, its misses to be learned. Off the critical path."""
+        ids = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
+        exact_root = self.fingerprint.encode()
+        all_exact = ready.exact_tokens == len(ready.ids)
+        self.prefix_cache.keep(exact_root, ids if all_exact else ids[: ready.exact_tokens], ready.cache)
+        if not all_exact and self.settings.reuse_blended:
+            self.prefix_cache.keep(ready.root, ids, ready.cache)
+        for miss in ready.misses:
+            self._learn(miss)
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def _learn(self, miss: _Miss) -> None:
+        try:
+            self._learning.put_nowait(miss)
+        except queue.Full:
+            return
+        with self._index_lock:
+            if self._learner is None and not self._closed:
+                self._learner = threading.Thread(target=self._learn_all, name="ragblend-learner", daemon=True)
+                self._learner.start()
+
+    def _learn_all(self) -> None:
+        while (miss := self._learning.get()) is not None:
+            try:
+                while not self._closed and time.perf_counter() - self._last_compute < _IDLE_S:
+                    time.sleep(_IDLE_S)
+                if miss.key not in self.store:
+                    self._compute_and_put(miss.key, miss.ids)
+                if is_indexable(miss.text):
+                    self._remember([record_for(miss.text)])
+            except RagBlendError as error:
+                _log.warning("a missed chunk was not learned: %s", error)
+            except Exception:
+                _log.exception("a missed chunk was not learned")
+            finally:
+                self._learning.task_done()
+        self._learning.task_done()
+
+    def drain(self) -> None:
+        """Wait until every missed chunk so far has been learned."""
+        self._learning.join()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Learn what is waiting, stop the background thread, free caches; close the store if this engine opened it."""
+        with self._index_lock:
+            if self._closed:
+                return
+            self._closed = True
+            learner = self._learner
+        if learner is not None:
+            self._learning.put(None)
+            learner.join()
+        self.prefix_cache.clear()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _preamble_ids(self, preamble: str | Sequence[Message] | None) -> tuple[int, ...]:
+        if preamble is None:
+            return ()
+        head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)
+        return self.prompts.head_ids(head)
+
+
+def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], preamble_ids: Sequence[int]) -> Plan:
+    """Sort the tokens of a prompt into known, reused and fresh."""
+    hits = [use for use in uses if use.status == "hit"]
+    for use in hits:
+        # Payloads are read whole: what is known of a chunk's beginning is read again.
+        if use.start < known < use.stop:
+            known = use.start
+    reused = torch.zeros(len(ids), dtype=torch.bool)
+    settled = torch.zeros(len(ids), dtype=torch.bool)
+    for use in hits:
+        reused[use.start : use.stop] = True
+    head = len(preamble_ids)
+    if hits and hits[0].start == head and tuple(layout.ids[:head].tolist()) == tuple(preamble_ids):
+        settled[hits[0].start : hits[0].stop] = True
+    chunks = tuple((use.start, use.stop) for use in hits)
+    return Plan(ids, known, reused, settled, chunks, layout.question)

@@ -1,0 +1,95 @@
+"""What can go wrong, as one tree.
+
+RagBlendError
++-- InvalidSettingError (also ValueError)   a setting outside its range: ratio, temperature, sizes
++-- EmptyPromptError (also ValueError)      nothing to answer
++-- ContextWindowError (also ValueError)    prompt + answer do not fit the model; raised before any compute
++-- ModelError
+|   +-- ModelNotFoundError                  no such folder, hub id, GGUF file or installed package
+|   +-- UnsupportedModelError               not a RoPE decoder this engine can drive exactly; says why
++-- StoreError
+|   +-- StoreFormatError                    the folder was written by another format version, or is no store
+|   +-- StoreFullError                      the disk is full; what was committed before is intact
+|   +-- CorruptPayloadError                 a payload does not match its checksum; callers turn it into a miss
++-- IngestError                             nothing readable to ingest, or an index that does not fit
++-- MissingDependencyError (also ImportError)  an optional package is needed; says which pip command brings it
+
+Every message says what to do next.
+"""
+
+from __future__ import annotations
+
+
+class RagBlendError(Exception):
+    """Base of everything ragblend raises on purpose."""
+
+
+class InvalidSettingError(RagBlendError, ValueError):
+    """A setting is outside the range it can take."""
+
+
+class EmptyPromptError(RagBlendError, ValueError):
+    """The prompt holds no text."""
+
+
+class ContextWindowError(RagBlendError, ValueError):
+    """The prompt does not fit the model's context window.
+
+    Attributes:
+        prompt_tokens: tokens in the prompt.
+        max_tokens: tokens asked for as an answer.
+        context_window_tokens: positions the model was trained for.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, context_window_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.context_window_tokens = context_window_tokens
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for, but the model's "
+            f"context window holds {context_window_tokens}: retrieve fewer or shorter chunks, or lower max_tokens"
+        )
+
+
+class ModelError(RagBlendError):
+    """Something about the model."""
+
+
+class ModelNotFoundError(ModelError):
+    """The model cannot be found under the given name."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model is not one whose layers this engine can drive exactly."""
+
+
+class StoreError(RagBlendError):
+    """Something about the KV store."""
+
+
+class StoreFormatError(StoreError):
+    """The folder was written by another format version, or is not a store."""
+
+
+class StoreFullError(StoreError):
+    """No space is left on the store's disk."""
+
+
+class CorruptPayloadError(StoreError):
+    """A stored payload is truncated or does not match its checksum.
+
+    Attributes:
+        key: the chunk key of the payload.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        super().__init__(f"payload {key[:16]} is corrupt ({reason}); it is treated as a miss")
+
+
+class IngestError(RagBlendError):
+    """Nothing could be ingested."""
+
+
+class MissingDependencyError(RagBlendError, ImportError):
+    """An optional package is needed for what was asked."""

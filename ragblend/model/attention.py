@@ -1,0 +1,200 @@
+"""Exact attention of selected rows over full-length keys.
+
+A full prefill has as many query rows as keys and a triangular mask. A blend has a few rows, at scattered positions,
+against every key before them:
+
+    keys      0 1 2 3 4 5 6 7
+    row @ 2   1 1 1 . . . . .
+    row @ 3   1 1 1 1 . . . .      block 1: rows @2, @3 look at keys 0..4 only
+    row @ 6   1 1 1 1 1 1 1 .
+    row @ 7   1 1 1 1 1 1 1 1      block 2: rows @6, @7 look at keys 0..8
+
+`CausalRows` is that mask as a structure instead of a tensor. Rows are cut into position blocks: a block never looks
+past its own last row, which halves the work of scattered rows, and the mask is rows x keys of one block; no S x S
+tensor exists. `attend` picks the kernel by shape. It is registered with transformers under ATTENTION_NAME and called
+by the model's own attention layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ATTENTION_NAME = "ragblend"
+
+# Rows in a block. Smaller blocks look at fewer keys beyond the diagonal; larger ones fill the matrix units and,
+# on a GPU, need fewer launches.
+_BLOCK_ROWS = {"cpu": 96, "cuda": 512}
+# Block masks are the same in every layer. They are kept while they are small beside the KV itself.
+_KEPT_MASK_ELEMENTS = 16 * 1024 * 1024
+
+
+class Block(NamedTuple):
+    """Rows start..stop of a pass and the keys key_start..key_stop they may see (both half-open)."""
+
+    start: int
+    stop: int
+    key_start: int
+    key_stop: int
+    mask: Tensor | None  # additive, [rows, keys]; None when every row sees every key
+
+
+@dataclass(frozen=True)
+class AttentionProbe:
+    """Collects how much attention the rows from `first_row` on pay to each key: mass [keys], fp32, added to."""
+
+    first_row: int
+    mass: Tensor
+
+
+@dataclass(frozen=True)
+class CausalRows:
+    """Query rows at absolute positions; the row at position p sees keys 0..p (or the layer's window of them).
+
+    positions: [rows] int64 on the CPU, strictly ascending.
+    invisible: [keys] bool or None; keys that no row may see because nothing is there yet.
+    probe: where attention weights are added up, or None.
+    windows: filled with the window each layer asked for (layer index -> tokens or None) when given; the parity probe
+        reads it.
+    """
+
+    positions: Tensor
+    device: torch.device
+    invisible: Tensor | None = None
+    probe: AttentionProbe | None = None
+    windows: dict[int, int | None] | None = None
+    _kept: dict[tuple[int | None, torch.dtype], tuple[Block, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def start(self) -> int:
+        return int(self.positions[0])
+
+    @property
+    def stop(self) -> int:
+        """One past the last row's position: how many keys the rows may see at most."""
+        return int(self.positions[-1]) + 1
+
+    def __len__(self) -> int:
+        return int(self.positions.shape[0])
+
+    @property
+    def is_run(self) -> bool:
+        """True when the positions are start, start + 1, ..., stop - 1."""
+        return self.stop - self.start == len(self)
+
+    def blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block] | tuple[Block, ...]:
+        """The rows cut into blocks; additive masks in `dtype`. window: keys a row may see, itself included."""
+        kept = self._kept.get((window, dtype))
+        if kept is not None:
+            return kept
+        made = self._make_blocks(window, dtype)
+        if len(self) * self.stop <= _KEPT_MASK_ELEMENTS:
+            return self._kept.setdefault((window, dtype), tuple(made))
+        return made
+
+    def _make_blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+        size = _BLOCK_ROWS.get(self.device.type, 512)
+        for start in range(0, len(self), size):
+            rows = self.positions[start : start + size]
+            first, last = int(rows[0]), int(rows[-1])
+            key_start = 0 if window is None else max(0, first - window + 1)
+            key_stop = last + 1
+            mask = None
+            if len(rows) > 1 or self.invisible is not None:
+                keys = torch.arange(key_start, key_stop)
+                blocked = keys[None, :] > rows[:, None]
+                if window is not None:
+                    blocked |= keys[None, :] <= rows[:, None] - window
+                if self.invisible is not None:
+                    blocked |= self.invisible[None, key_start:key_stop]
+                mask = torch.zeros(blocked.shape, dtype=dtype).masked_fill_(blocked, float("-inf")).to(self.device)
+            yield Block(start, start + len(rows), key_start, key_stop, mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: CausalRows,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of selected rows. Signature of a transformers attention function, with `CausalRows` as the mask.
+
+    Args:
+        query: [1, heads, rows, head_dim], rotated.
+        key, value: [1, kv_heads, keys, dim] with keys >= attention_mask.stop; keys rotated.
+        sliding_window: keys a row may see, itself included; None for all.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+
+    Returns:
+        ([1, rows, heads, value_dim], None).
+
+    Raises:
+        NotImplementedError: for attention features it does not know (learned sinks, position bias).
+    """
+    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    rows = attention_mask
+    if rows.windows is not None:
+        rows.windows[int(module.layer_idx)] = sliding_window  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window is not None and sliding_window < rows.stop else None
+
+    plain = softcap is None and rows.invisible is None and rows.probe is None and window is None
+    if plain and rows.start == 0 and rows.is_run and len(rows) > 1:
+        out = F.scaled_dot_product_attention(
+            query, key[:, :, : rows.stop], value[:, :, : rows.stop], is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    out = query.new_empty((1, len(rows), query.shape[1], value.shape[-1]))
+    for block in rows.blocks(window, query.dtype):
+        q = query[:, :, block.start : block.stop]
+        k = key[:, :, block.key_start : block.key_stop]
+        v = value[:, :, block.key_start : block.key_stop]
+        if softcap is not None or rows.probe is not None or q.shape[2] == 1:
+            attended = _explicit(q, k, v, block, scale, softcap, rows.probe)
+        elif q.is_cuda:
+            # Fused CUDA kernels take a mask or grouped heads, not both: fold the group into the rows instead.
+            groups = q.shape[1] // k.shape[1]
+            packed = q.reshape(1, k.shape[1], groups * q.shape[2], q.shape[3])
+            mask = None if block.mask is None else block.mask.repeat(groups, 1)
+            attended = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+            attended = attended.reshape(1, q.shape[1], q.shape[2], v.shape[3])
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=True)
+        out[:, block.start : block.stop] = attended.transpose(1, 2)
+    return out, None
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap: float | None, probe: AttentionProbe | None
+) -> Tensor:
+    """Softmax attention spelled out, for few rows: a one-row fused kernel is slower on a CPU, and none gives weights.
+
+    q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, keys, dim]. Returns [1, heads, rows, value_dim].
+    """
+    _, heads, n_rows, dim = q.shape
+    kv_heads, n_keys = k.shape[1], k.shape[2]
+    packed = q.reshape(kv_heads, (heads // kv_heads) * n_rows, dim)
+    logits = torch.bmm(packed, k[0].transpose(1, 2)).float().mul_(scale)
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    if block.mask is not None:
+        logits.view(kv_heads, -1, n_rows, n_keys).add_(block.mask)
+    weights = torch.softmax(logits, dim=-1)
+    if probe is not None and probe.first_row < block.stop:
+        skip = max(0, probe.first_row - block.start)
+        watched = weights.view(heads, n_rows, n_keys)[:, skip:].sum((0, 1))
+        probe.mass[block.key_start : block.key_stop] += watched.to(probe.mass.device)
+    return torch.bmm(weights.to(v.dtype), v[0]).view(1, heads, n_rows, v.shape[-1])

@@ -1,0 +1,184 @@
+"""Decoding from a filled cache: one row at a time, sampled, turned into text as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragblend.errors import InvalidSettingError
+from ragblend.model.decoder import Decoder, KVCache
+
+FinishReason = Literal["", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How an answer is decoded.
+
+    max_tokens: at most so many tokens.
+    temperature: 0 is greedy.
+    top_p: sample from the smallest set of tokens with at least this probability, 0 < top_p <= 1.
+    repetition_penalty: > 1 makes tokens that were seen less likely (CTRL, arXiv 1909.05858); 1 is off.
+    stop: strings that end the answer; they are not part of it.
+    seed: makes sampling repeatable.
+
+    Raises:
+        InvalidSettingError: a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InvalidSettingError(f"stop is a sequence of non-empty strings, got {self.stop!r}")
+        for name, value, valid, wanted in (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0, "above 0 (1 is off)"),
+        ):
+            if not valid:
+                raise InvalidSettingError(f"{name} must be {wanted}, got {value}")
+
+
+class Step(NamedTuple):
+    """One decoded token. text: what became certain with it (may be empty). finish: "" while decoding goes on."""
+
+    token_id: int
+    text: str
+    finish: FinishReason
+
+
+@torch.inference_mode()
+def next_token(logits: Tensor, settings: DecodeSettings, seen: Tensor, generator: torch.Generator | None) -> int:
+    """Choose from logits [vocab], fp32. seen: [tokens] int64 ids of prompt and answer so far."""
+    if settings.repetition_penalty != 1.0:
+        ids = seen.unique().to(logits.device)
+        picked = logits[ids]
+        penalty = settings.repetition_penalty
+        logits = logits.index_copy(0, ids, torch.where(picked > 0, picked / penalty, picked * penalty))
+    if settings.temperature == 0.0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits / settings.temperature, dim=-1)
+    if settings.top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True)
+        outside = ordered.cumsum(0) - ordered >= settings.top_p
+        probabilities = probabilities.index_fill(0, order[outside], 0.0)
+    return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
+
+
+def decode(
+    decoder: Decoder,
+    cache: KVCache,
+    logits: Tensor,
+    prompt_ids: Tensor,
+    settings: DecodeSettings,
+    stop_ids: Sequence[int],
+    to_text: Callable[[Sequence[int]], str],
+) -> Iterator[Step]:
+    """Decode from a cache that holds the prompt's KV in positions 0..tokens-1.
+
+    Args:
+        cache: capacity >= prompt tokens + settings.max_tokens - 1; positions from the prompt's end on are overwritten.
+        logits: [vocab] of the prompt's last position.
+        stop_ids: ids that end the answer; they are not part of its text.
+        to_text: ids to text, special tokens left out.
+
+    Yields:
+        A Step for every token; the last one has a finish reason.
+    """
+    generator = None
+    if settings.temperature > 0.0:
+        generator = torch.Generator()
+        generator.seed() if settings.seed is None else generator.manual_seed(settings.seed)
+    ends = frozenset(stop_ids)
+    text = _TextStream(to_text, settings.stop)
+    seen = prompt_ids
+    track = settings.repetition_penalty != 1.0
+    for n in range(settings.max_tokens):
+        token = next_token(logits, settings, seen, generator)
+        if token in ends:
+            yield Step(token, text.finish(), "stop")
+            return
+        piece, stopped = text.push(token)
+        if stopped:
+            yield Step(token, piece, "stop")
+            return
+        if n + 1 == settings.max_tokens:
+            yield Step(token, piece + text.finish(), "length")
+            return
+        yield Step(token, piece, "")
+        if track:
+            seen = torch.cat([seen, torch.tensor([token])])
+        logits = _advance(decoder, cache, token, len(prompt_ids) + n)
+
+
+@torch.inference_mode()
+def _advance(decoder: Decoder, cache: KVCache, token: int, position: int) -> Tensor:
+    """Run one token through every layer; logits [vocab] of its position."""
+    row = decoder.row(position)
+    hidden = decoder.embed(torch.tensor([token]))
+    for layer in range(decoder.n_layers):
+        hidden = decoder.layer(layer, hidden, row, cache)
+    return decoder.logits(hidden)[-1]
+
+
+class _TextStream:
+    """Ids to text, bit by bit: never half a character, never the beginning of a stop string.
+
+    Text of a few ids depends on its neighbours (bytes of one character, leading spaces), so ids since the last safe
+    point are decoded again with each token and only what is new is given out.
+    """
+
+    def __init__(self, to_text: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
+        self._to_text, self._stop = to_text, stop
+        self._ids: list[int] = []
+        self._context = 0  # ids before this are done with
+        self._given = 0  # ids before this are in `_held` or were given out
+        self._held = ""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """Take a token; (text that is certain now, whether a stop string ended the answer)."""
+        self._ids.append(token)
+        before = self._to_text(self._ids[self._context : self._given])
+        now = self._to_text(self._ids[self._context :])
+        if now.endswith("�") and len(self._ids) - self._given < 8:
+            return "", False
+        self._held += now[len(before) :]
+        self._context, self._given = self._given, len(self._ids)
+        return self._release()
+
+    def finish(self) -> str:
+        """What was held back when the answer ends for another reason."""
+        before = self._to_text(self._ids[self._context : self._given])
+        now = self._to_text(self._ids[self._context :])
+        self._held += now[len(before) :]
+        self._given = self._context = len(self._ids)
+        piece, stopped = self._release()
+        if not stopped:
+            piece, self._held = piece + self._held, ""
+        return piece
+
+    def _release(self) -> tuple[str, bool]:
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            piece, self._held = self._held[: min(found)], ""
+            return piece, True
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - keep
+        piece, self._held = self._held[:cut], self._held[cut:]
+        return piece, False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

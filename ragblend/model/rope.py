@@ -1,0 +1,89 @@
+"""Positions on keys, through the model's own rotary module (law 6).
+
+Keys are stored as a layer makes them before RoPE and rotated once, to the position they end up at. Both the angles
+(`rotary_emb`: base, llama3 / YaRN / long scaling, attention scaling) and the way pairs are laid out
+(`apply_rotary_pos_emb`: halves, interleaved, partial) belong to the model; nothing here knows a RoPE type.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ragblend.errors import UnsupportedModelError
+
+Angles = tuple[Tensor, Tensor]
+"""(cos, sin), each [1, tokens, rotary_dim], attention scaling included."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of one model.
+
+    module: the model's `rotary_emb`.
+    apply: the model's `apply_rotary_pos_emb(q, k, cos, sin)`.
+    layer_types: the type of each layer, for models with more than one RoPE base; None when there is one.
+    """
+
+    module: nn.Module
+    apply: Callable[..., tuple[Tensor, Tensor]]
+    layer_types: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, base: nn.Module, attention: nn.Module, layer_types: tuple[str, ...] | None) -> Rope:
+        """Find the rotary module of a decoder and the function its attention layers rotate with.
+
+        Raises:
+            UnsupportedModelError: the decoder has none.
+        """
+        module = getattr(base, "rotary_emb", None)
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if not isinstance(module, nn.Module) or apply is None:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} has no rotary position embedding (RoPE) of its own: its keys cannot be moved "
+                "to another position; use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
+            )
+        typed = "layer_type" in inspect.signature(module.forward).parameters
+        if typed and layer_types is None:
+            raise UnsupportedModelError(f"{type(base).__name__} has several RoPE bases but names no layer types")
+        return cls(module, apply, layer_types if typed else None)
+
+    def key_of(self, layer: int) -> str:
+        """Layers with the same key share angles."""
+        return "" if self.layer_types is None else self.layer_types[layer]
+
+    def angles(self, positions: Tensor, like: Tensor) -> dict[str, Angles]:
+        """Angles of absolute positions [tokens] for every kind of layer, in the dtype and on the device of `like`.
+
+        Frequencies of length-dependent scalings follow the largest position, so ask for a whole prompt at once.
+        """
+        position_ids = positions.to(like.device)[None]
+        if self.layer_types is None:
+            return {"": self.module(like, position_ids)}
+        return {kind: self.module(like, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+
+    def rotate(self, key: Tensor, angles: Angles) -> Tensor:
+        """Rotate keys [kv_heads, tokens, key_dim] to the positions of `angles`."""
+        cos, sin = angles
+        batched = key[None]
+        rotated: Tensor = self.apply(batched[:, :0], batched, cos, sin)[1]
+        return rotated[0]
+
+    def unrotate(self, key: Tensor, angles: Angles) -> Tensor:
+        """Undo `rotate`, attention scaling included: the inverse of [[c, -s], [s, c]] is [[c, s], [-s, c]] / (c2 + s2).
+
+        Done in fp32: half-precision angles are not exactly orthogonal, and the division takes care of that too.
+        """
+        cos, sin = angles[0].float(), angles[1].float()
+        norm = cos.square() + sin.square()
+        return self.rotate(key.float(), (cos / norm, -sin / norm)).to(key.dtype)
+
+
+def identity_angles(like: Tensor) -> Angles:
+    """Angles that leave keys where they are; shaped as `like`, a cos tensor."""
+    return torch.ones_like(like), torch.zeros_like(like)
