@@ -1,0 +1,143 @@
+"""A prompt as token ids, and which of them are reusable chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ragblend.errors import EmptyPromptError, InvalidSettingError
+from ragblend.prompt.chunk import Chunk, Message, joined_parts
+from ragblend.prompt.match import ChunkIndex
+from ragblend.prompt.template import PromptTokenizer
+
+Prompt: TypeAlias = str | Sequence[str | Chunk | Message]
+"""A string, or a mix of strings and Chunks, is one user message; a conversation is Messages only. (One sequence type
+rather than two, so that type checkers understand a list that is written in place.)"""
+
+_FORMS = "a prompt is a string, a sequence of strings and Chunks, or a sequence of Messages"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. stop - 1 of a prompt (half-open, absolute positions).
+
+    text: computed fresh: template, glue, question. chunk: one chunk, whose text is kept.
+    """
+
+    kind: Literal["text", "chunk"]
+    start: int
+    stop: int
+    text: str | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A prompt's ids and the spans they fall into.
+
+    Attributes:
+        ids: [tokens] int64; not to be written to.
+        spans: in order, each non-empty, the first from 0, each from where the one before stops, the last to the end.
+            No two text spans touch; two chunk spans may.
+
+    Raises:
+        InvalidSettingError: the spans do not cover the ids exactly.
+    """
+
+    ids: npt.NDArray[np.int64]
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        position = 0
+        for span in self.spans:
+            if span.start != position or span.stop <= span.start:
+                raise InvalidSettingError(f"span {span.start}..{span.stop} does not go on from token {position}")
+            position = span.stop
+        if self.ids.ndim != 1 or self.ids.dtype != np.int64 or position != len(self.ids):
+            raise InvalidSettingError(
+                f"the spans cover {position} tokens, the ids are {self.ids.dtype}{self.ids.shape}"
+            )
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        """The chunk spans, in order; a chunk that stands there twice is two spans."""
+        return tuple(span for span in self.spans if span.kind == "chunk")
+
+    @property
+    def question(self) -> tuple[int, int]:
+        """Half-open token range after the last chunk: all tokens if there is no chunk, empty if a chunk comes last."""
+        return max((span.stop for span in self.chunks), default=0), len(self.ids)
+
+    def ids_of(self, span: Span) -> npt.NDArray[np.int64]:
+        """[span tokens] int64."""
+        return self.ids[span.start : span.stop]
+
+
+def lay_out(tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None = None) -> Layout:
+    """The prompt's ids, cut into spans: chunks that are marked, and chunks that the index knows by their text.
+
+    A chunk's ids are the same in every prompt. Marked Chunks are taken as they are; the index searches plain text only,
+    in messages of every role. Chunks without any tokens are left out.
+
+    Raises:
+        EmptyPromptError: there is nothing but white space in the prompt.
+        InvalidSettingError: the prompt has another type, or the chat template refuses its roles.
+        UnsupportedModelError: the model's chat template is broken.
+    """
+    messages = [_searched(message, index) for message in _messages(prompt)]
+    if not any(_text_of(part).strip() for message in messages for part in message.content):
+        raise EmptyPromptError("the prompt holds no text: give a question, with or without chunks")
+    ids: list[int] = []
+    spans: list[Span] = []
+    for segment in tokenizer.render(messages):
+        start = len(ids)
+        ids += tokenizer.encode(segment)
+        if len(ids) == start:
+            continue
+        if segment.kind == "chunk":
+            spans.append(Span("chunk", start, len(ids), segment.text))
+        elif spans and spans[-1].kind == "text":
+            spans[-1] = Span("text", spans[-1].start, len(ids))
+        else:
+            spans.append(Span("text", start, len(ids)))
+    return Layout(np.array(ids, dtype=np.int64), tuple(spans))
+
+
+def _messages(prompt: Prompt) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise InvalidSettingError(f"{_FORMS}; this is {type(prompt).__name__}")
+    messages: list[Message] = []
+    parts: list[str | Chunk] = []
+    for item in prompt:
+        if isinstance(item, Message):
+            messages.append(item)
+        elif isinstance(item, (str, Chunk)):
+            parts.append(item)
+        else:
+            raise InvalidSettingError(f"{_FORMS}; this one holds {type(item).__name__}")
+    if messages and parts:
+        raise InvalidSettingError(f"{_FORMS}; this one mixes Messages with bare text: put the text into a Message")
+    return messages or [Message("user", parts)]
+
+
+def _searched(message: Message, index: ChunkIndex | None) -> Message:
+    # Joined first: a chunk's text may run over the border of two strings.
+    parts = joined_parts(message.content)
+    if index is None:
+        return Message(message.role, parts)
+    found: list[str | Chunk] = []
+    for part in parts:
+        found += index.split(part) if isinstance(part, str) else [part]
+    return Message(message.role, found)
+
+
+def _text_of(part: str | Chunk) -> str:
+    return part.text if isinstance(part, Chunk) else part

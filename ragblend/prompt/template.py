@@ -1,0 +1,488 @@
+"""Messages to segments to token ids, so that content can never become a control token.
+
+Two tokenizers are built from the model's own, which is never touched:
+
+- the *control* tokenizer reads the chat template's own text: every added token is live;
+- the *content* tokenizer reads everything people or documents wrote: control tokens do not exist in it, so a literal
+  `<|im_end|>` is a handful of ordinary tokens.
+
+Neither adds BOS or EOS, and neither puts a space in front of what it reads ("dummy prefix"): a chunk has the same ids
+at every place of every prompt.
+
+A chat template is rendered with a placeholder in place of each message's content and cut there. What a template
+decides by looking *into* content (dropping the reasoning part of an earlier answer, say) is therefore not done; whether
+it trims white space is seen and followed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from tokenizers import AddedToken, Tokenizer
+
+from ragblend.errors import InvalidSettingError, MissingDependencyError, UnsupportedModelError
+from ragblend.prompt.chunk import ChatTokenizer, Chunk, Message, backend_of, joined_parts, template_sources
+
+SegmentKind = Literal["control", "text", "chunk"]
+
+MESSAGE_SEPARATOR = "\n\n"
+"""What stands between messages when the model has no chat template."""
+
+_MODEL_STUB = {"type": "BPE", "vocab": {}, "merges": []}
+_BYTE_LITERAL = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# <|name|>, also with full-width bars: control tokens by convention even where a tokenizer does not flag them special,
+# and where a template spells them in pieces ('<|' + role + '|>').
+_CONTROL_SHAPE = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# White space that str.strip() removes and no template writes: it shows on which sides a template trims content.
+_PADS = "\u2003\u2002\u2004\u2005\u2007\u2008"
+_RESERVED_SETTINGS = {
+    "conversation",
+    "messages",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+_PRIVATE_USE = range(0xE000, 0xF8FF, 2)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of prompt text that is tokenised on its own. control: the template's; text and chunk: content."""
+
+    kind: SegmentKind
+    text: str
+
+
+class PromptTokenizer:
+    """Makes prompts of one model: renders messages and turns each segment into ids. Immutable; any thread may use it.
+
+    Args:
+        tokenizer: the model's tokenizer as transformers loads it. Read when this object is made; afterwards only its
+            `apply_chat_template(tokenize=False)` is called.
+        template_settings: variables for the chat template, such as {"enable_thinking": False} or a fixed
+            {"date_string": "26 Jul 2024"}, without which some templates write today's date into the head of the prompt
+            and every head is another one tomorrow.
+
+    Attributes:
+        control_ids: ids that content can never produce. The model's unknown token is not among them where it stands for
+            characters outside the vocabulary; its literal in content still does not produce it.
+        unk_id: what such a character becomes; None if the vocabulary covers every text.
+        bos_ids: what the tokenizer puts before a text by itself; () for many.
+        stop_ids: ids that end an answer: EOS, and the token with which the template ends an assistant's turn.
+
+    Raises:
+        UnsupportedModelError: the tokenizer has no `tokenizers` backend, or has several templates and no default.
+        InvalidSettingError: a template setting that is not for the template.
+        MissingDependencyError: jinja2 is absent or too old for chat templates.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, template_settings: Mapping[str, Any] | None = None) -> None:
+        backend = backend_of(tokenizer)
+        document = json.loads(backend.to_str())
+        sources = template_sources(tokenizer)
+        if sources and "default" not in sources:
+            raise UnsupportedModelError(
+                f"the tokenizer has chat templates {sorted(sources)} and none is called 'default': "
+                "set tokenizer.chat_template to the one to use"
+            )
+        self._tokenizer = tokenizer
+        self._template = sources.get("default")
+        self._settings = dict(template_settings or {})
+        if reserved := _RESERVED_SETTINGS & self._settings.keys():
+            raise InvalidSettingError(f"template_settings must leave {sorted(reserved)} alone: they are set per prompt")
+        template = self._template or ""
+        pads = [pad for pad in _PADS if pad not in template]
+        if len(pads) < 2:
+            raise UnsupportedModelError("the chat template uses typographic spaces that no known template uses")
+        self._left_pad, self._right_pad = pads[:2]  # two kinds, so that neighbours do not claim each other's
+        self._open = next(chr(code) for code in _PRIVATE_USE if chr(code) not in template)
+        self._close = chr(ord(self._open) + 1)
+        self._placeholder = re.compile(f"({self._left_pad}?){self._open}([0-9]+){self._close}({self._right_pad}?)")
+
+        added = document["added_tokens"]
+        named = {str(token) for token in tokenizer.all_special_tokens if str(token).strip()}
+        control = [token for token in added if _is_control(token, named, sources)]
+        self._control = _Encoder(backend, document, added)
+        self._content = _Encoder(backend, document, [token for token in added if token not in control])
+
+        named_ids = {token_id for token in named if (token_id := backend.token_to_id(token)) is not None}
+        self.unk_id = _unknown_id(backend, document["model"])
+        if self.unk_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            self.unk_id = None  # it can only be one thing: characters it would stand for are replaced instead
+        self.control_ids: frozenset[int] = frozenset({int(token["id"]) for token in control} | named_ids).difference(
+            [] if self.unk_id is None else [self.unk_id]
+        )
+        self._unknown_literal = "" if self.unk_id is None else backend.id_to_token(self.unk_id) or ""
+        self._byte_literals = bool(document["model"].get("byte_fallback"))
+        self.bos_ids = _automatic_head(backend, document)
+        self._bos_text = "".join(backend.id_to_token(token) or "" for token in self.bos_ids)
+        if tuple(self.encode_control(self._bos_text)) != self.bos_ids:
+            raise UnsupportedModelError(
+                f"the tokenizer starts every text with ids {list(self.bos_ids)}, but reads their text "
+                f"{self._bos_text!r} as other ids: add its BOS token to the tokenizer's special tokens"
+            )
+        self._bos_token = str(tokenizer.special_tokens_map.get("bos_token") or "")
+        self.stop_ids: frozenset[int] = self._find_stop_ids()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template. Without one, contents are joined by a blank line behind BOS."""
+        return self._template is not None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Content to ids; none of them is in `control_ids`, whatever the text says.
+
+        The same text gives the same ids always, and decoding them gives the text back as far as the tokenizer's own
+        normaliser allows. Lone surrogates, which no tokenizer can read, become U+FFFD.
+        """
+        text = _readable(text)
+        ids, _ = self._content.encode(text)
+        if self.control_ids.isdisjoint(ids) and not self._may_hold_literal(text):
+            return ids
+        return self._encode_guarded(text)
+
+    def encode_control(self, text: str) -> list[int]:
+        """The template's own text to ids: control tokens are live. Never give it anything a user or document wrote."""
+        return self._control.encode(_readable(text))[0]
+
+    def encode(self, segment: Segment) -> list[int]:
+        """The ids of one segment, by its kind."""
+        return self.encode_control(segment.text) if segment.kind == "control" else self.encode_text(segment.text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text without control tokens. A leading space stays, so `decode(encode_text(t)) == t` where `t` is
+        unchanged by the tokenizer's normaliser."""
+        return self._content.decode([token for token in ids if token not in self.control_ids])
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[Segment]:
+        """The prompt as segments, in order. Their ids, put together, are the prompt's.
+
+        Where the template trims content, the outer ends of a message's plain text are trimmed. A Chunk is never
+        trimmed, not even at the outer end: its ids would depend on where it stands.
+
+        BOS is written by the template or not at all, as in transformers; a template that starts with it twice gets one.
+        Without a template: BOS if the tokenizer adds one by itself, then all contents with a blank line between.
+
+        If the template refuses or leaves out a system message, the system text goes in front of the first user's, with
+        a blank line between.
+
+        Raises:
+            InvalidSettingError: there are no messages; the template refuses these roles (its words are quoted) or
+                leaves a message out.
+            UnsupportedModelError: the model's template is broken.
+        """
+        for message in messages:
+            if not isinstance(message, Message):
+                raise InvalidSettingError(f"render takes Messages, not {type(message).__name__}")
+        if not messages:
+            raise InvalidSettingError("there are no messages to render")
+        if self._template is None:
+            return self._render_plain(messages)
+        try:
+            segments = self._render_template(messages, add_generation_prompt)
+        except InvalidSettingError:
+            merged = _system_into_user(messages)
+            if merged is None:
+                raise
+            try:
+                segments = self._render_template(merged, add_generation_prompt)
+            except InvalidSettingError as error:
+                raise error from None
+        return segments
+
+    def head_ids(self, messages_before_chunk: Sequence[Message]) -> tuple[int, ...]:
+        """[preamble tokens]: what stands before a Chunk that comes right after these messages' last part.
+
+        If they hold a Chunk themselves, what stands before the first one. Equal to the ids before the first chunk of
+        any real prompt that begins with these messages, goes on with a chunk in the last of them and has no messages
+        after it that the template would move in front. No messages at all stand for one empty user message.
+
+        Raises:
+            InvalidSettingError: as for `render`.
+        """
+        head = list(messages_before_chunk) or [Message("user")]
+        head[-1] = Message(head[-1].role, (*head[-1].content, Chunk("x")))
+        if head[-1].role == "system":
+            head.append(Message("user", "x"))  # many templates place a system text only where a user turn follows
+        ids: list[int] = []
+        for segment in self.render(head):
+            if segment.kind == "chunk":
+                break
+            ids += self.encode(segment)
+        return tuple(ids)
+
+    # -- encoding -------------------------------------------------------------------------------------------------
+
+    def _may_hold_literal(self, text: str) -> bool:
+        """Whether the text spells the unknown token or a byte token. Their ids are fine, but not as a literal's."""
+        if self._unknown_literal and self._unknown_literal in text:
+            return True
+        return self._byte_literals and _BYTE_LITERAL.search(text) is not None
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """Cut inside whatever became a token it must not become, until nothing does. Pieces only get shorter: it ends.
+
+        Needed for vocabularies that hold control tokens as ordinary pieces, such as Unigram ones with "<s>" in them.
+        """
+        done: list[int] = []
+        pieces = [text]
+        while pieces:
+            piece = pieces.pop()
+            ids, offsets = self._content.encode(piece)
+            cuts = sorted(
+                {
+                    min(max(start + 1, 1), len(piece) - 1)
+                    for token, (start, stop) in zip(ids, offsets, strict=True)
+                    if self._is_forbidden(token, piece[start:stop])
+                }
+            )
+            if not cuts:
+                done += ids
+            elif len(piece) > 1:
+                pieces += [piece[start:stop] for start, stop in reversed(list(pairwise([0, *cuts, len(piece)])))]
+            else:
+                # A single character that is itself a control token, or that the model knows only as BOS or EOS.
+                ids, _ = self._content.encode(_REPLACEMENT)
+                done += [token for token in ids if token not in self.control_ids]
+        return done
+
+    def _is_forbidden(self, token: int, source: str) -> bool:
+        if token in self.control_ids:
+            return True
+        if token == self.unk_id:
+            return self._unknown_literal in source
+        # A byte token that came from a byte has that one character as its source; from a literal, six.
+        return (
+            self._byte_literals
+            and bool(_BYTE_LITERAL.fullmatch(self._content.token(token) or ""))
+            and (_BYTE_LITERAL.search(source) is not None)
+        )
+
+    # -- rendering ------------------------------------------------------------------------------------------------
+
+    def _render_plain(self, messages: Sequence[Message]) -> list[Segment]:
+        segments = [Segment("control", self._bos_text)] if self._bos_text else []
+        for message in messages:
+            parts = _content_segments(message, trim_left=False, trim_right=False)
+            if parts and segments and segments[-1].kind != "control":
+                segments.append(Segment("control", MESSAGE_SEPARATOR))
+            segments += parts
+        return segments
+
+    def _render_template(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        conversation = [
+            {"role": message.role, "content": f"{self._left_pad}{self._open}{index}{self._close}{self._right_pad}"}
+            for index, message in enumerate(messages)
+        ]
+        skeleton = self._apply_template(conversation, add_generation_prompt)
+        while self._bos_token and skeleton.startswith(self._bos_token * 2):
+            skeleton = skeleton[len(self._bos_token) :]
+        segments: list[Segment] = []
+        seen: set[int] = set()
+        done = 0
+        for found in self._placeholder.finditer(skeleton):
+            index = int(found[2])
+            if found.start() > done:
+                segments.append(Segment("control", skeleton[done : found.start()]))
+            segments += _content_segments(messages[index], trim_left=not found[1], trim_right=not found[3])
+            seen.add(index)
+            done = found.end()
+        if done < len(skeleton):
+            segments.append(Segment("control", skeleton[done:]))
+        for index, message in enumerate(messages):
+            if index not in seen and joined_parts(message.content):
+                raise InvalidSettingError(
+                    f"the model's chat template leaves out message {index} (role {message.role!r}): "
+                    "use the roles that the template knows"
+                )
+        return segments
+
+    def _apply_template(self, conversation: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._settings,
+            )
+        except ImportError as error:
+            raise MissingDependencyError(f"{error}; run: pip install -U jinja2") from error
+        except TemplateError as error:
+            if type(error) is TemplateError:  # raised by the template itself, through raise_exception
+                raise InvalidSettingError(
+                    f"the model's chat template refuses these messages: {error.message or 'it gives no reason'}"
+                ) from error
+            raise UnsupportedModelError(f"the model's chat template does not work: {error}") from error
+        except Exception as error:
+            # The template is a program from outside: whatever it trips over is the model's fault, not the prompt's.
+            raise UnsupportedModelError(
+                f"the model's chat template fails on plain text messages ({type(error).__name__}: {error}): "
+                "set tokenizer.chat_template to one that takes them"
+            ) from error
+        return str(rendered)
+
+    def _find_stop_ids(self) -> frozenset[int]:
+        eos = self._tokenizer.eos_token_id
+        stop = set() if eos is None else set(eos if isinstance(eos, (list, tuple)) else [eos])
+        if self._template is None:
+            return frozenset(stop)
+        begins = {self._tokenizer.bos_token_id, *self.bos_ids}
+        turns = [Message("user", "x"), Message("assistant", Chunk("x"))]
+        try:
+            segments = self.render(turns, add_generation_prompt=False)
+        except (InvalidSettingError, UnsupportedModelError):
+            return frozenset(stop)  # a template of another kind; a prompt it cannot take is refused when it comes
+        answer = max(
+            (index for index, segment in enumerate(segments) if segment.kind == "chunk"), default=len(segments)
+        )
+        for segment in segments[answer + 1 :]:
+            for token in self.encode(segment):
+                if token in self.control_ids:
+                    # A template that leaves the turn open would show the next turn's BOS here: no sign of an end.
+                    return frozenset(stop if token in begins else stop | {token})
+        return frozenset(stop)
+
+
+class _Encoder:
+    """A `tokenizers` pipeline on the model's own vocabulary, with these added tokens and no dummy prefix."""
+
+    def __init__(self, backend: Tokenizer, document: dict[str, Any], added: list[dict[str, Any]]) -> None:
+        model = document["model"]
+        pipeline = {
+            **document,
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": _without_prefix(document["normalizer"]),
+            "pre_tokenizer": _without_prefix(document["pre_tokenizer"]),
+            "decoder": _without_prefix(document["decoder"]),
+            "post_processor": None,
+            "model": {**model, "dropout": None} if model.get("dropout") else _MODEL_STUB,
+        }
+        self._tokenizer = Tokenizer.from_str(json.dumps(pipeline))
+        if not model.get("dropout"):
+            self._tokenizer.model = backend.model  # shared, not copied: vocabularies are large
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        ordered = sorted(added, key=lambda token: int(token["id"]))
+        self._tokenizer.add_tokens(
+            [AddedToken(token["content"], **{flag: token[flag] for flag in flags}) for token in ordered]
+        )
+        # Ids of added tokens are handed out in the order of adding; where one is left out, later ones move up.
+        self._true_id = {
+            given: token["id"]
+            for token in added
+            if (given := self._tokenizer.token_to_id(token["content"])) not in (None, token["id"])
+        }
+        self._given_id = {true: given for given, true in self._true_id.items()}
+
+    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """[tokens] ids and their half-open character ranges in the text."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        if self._true_id:
+            ids = [self._true_id.get(token, token) for token in ids]
+        return ids, encoding.offsets
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(self._given_id.get(token_id, token_id))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([self._given_id.get(token, token) for token in ids], skip_special_tokens=False)
+
+
+def _is_control(token: dict[str, Any], named: set[str], sources: dict[str, str]) -> bool:
+    """Whether an added token steers the model, so that content must not be able to write it."""
+    literal = token["content"]
+    if not literal.replace("▁", "").strip():
+        return False  # runs of white space: some vocabularies add them, and every template source has them
+    if token["special"] or literal in named or _CONTROL_SHAPE.fullmatch(literal):
+        return True
+    # A plain word that a template happens to use ("user") is no control token; one with brackets or the like is.
+    spelled = any(not (char.isalnum() or char.isspace() or char in "▁_") for char in literal)
+    return spelled and any(literal in source for source in sources.values())
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normaliser, pre-tokeniser or decoder description without anything that adds or eats a leading space."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "Prepend" or (kind == "Strip" and part.get("content") in (" ", "▁") and part.get("start")):
+        return None
+    if kind == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    if kind == "Sequence":
+        name = next(name for name in ("normalizers", "pretokenizers", "decoders") if name in part)
+        inner = [kept for item in part[name] if (kept := _without_prefix(item)) is not None]
+        return {**part, name: inner} if inner else None
+    return part
+
+
+def _unknown_id(backend: Tokenizer, model: dict[str, Any]) -> int | None:
+    if model["type"] == "Unigram":
+        return model.get("unk_id")
+    unknown = model.get("unk_token")
+    return None if unknown is None else backend.token_to_id(unknown)
+
+
+def _automatic_head(backend: Tokenizer, document: dict[str, Any]) -> tuple[int, ...]:
+    """What the tokenizer puts before a text by itself. Asked of a copy: calling the shared one changes its state."""
+    if document["post_processor"] is None:
+        return ()
+    copy = Tokenizer.from_str(json.dumps({**document, "truncation": None, "padding": None}))
+    body = copy.encode("a", add_special_tokens=False).ids
+    whole = copy.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(body) + 1):
+        if whole[start : start + len(body)] == body:
+            return tuple(whole[:start])
+    raise UnsupportedModelError("the tokenizer's post-processor changes the text it is given")
+
+
+def _readable(text: str) -> str:
+    """The text with paired surrogates joined and lone ones replaced; nearly always the text itself."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _content_segments(message: Message, *, trim_left: bool, trim_right: bool) -> list[Segment]:
+    parts = joined_parts(message.content)
+    if trim_left and parts and isinstance(parts[0], str):
+        parts[0] = parts[0].lstrip()
+    if trim_right and parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip()
+    return list(_segments_of(parts))
+
+
+def _segments_of(parts: Sequence[str | Chunk]) -> Iterator[Segment]:
+    for part in parts:
+        if isinstance(part, Chunk):
+            yield Segment("chunk", part.text)
+        elif part:
+            yield Segment("text", part)
+
+
+def _system_into_user(messages: Sequence[Message]) -> list[Message] | None:
+    """The messages with a leading system message put into the first user's; None if there are no such two."""
+    if messages[0].role != "system":
+        return None
+    rest = list(messages[1:])
+    for index, message in enumerate(rest):
+        if message.role == "user":
+            rest[index] = Message("user", (*messages[0].content, MESSAGE_SEPARATOR, *message.content))
+            return rest
+    return None

@@ -1,0 +1,141 @@
+"""Laws of spans: every token in exactly one, chunks with their own ids, whatever the form of the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import chatml, t5
+
+from ragblend.errors import EmptyPromptError, InvalidSettingError
+from ragblend.prompt.chunk import Chunk, Message
+from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
+from ragblend.prompt.match import ChunkIndex, record_for
+from ragblend.prompt.template import PromptTokenizer
+
+A = "The cache keeps the keys and the values of every chunk of the documents."
+B = "A question about the documents is asked by the user, and is answered.<|im_end|></s><eos>"
+CHATML = PromptTokenizer(chatml())
+
+parts = st.lists(st.one_of(st.text(max_size=12), st.sampled_from([Chunk(A), Chunk(B)]), st.text(max_size=9).map(Chunk)))
+
+
+def check_spans(layout: Layout) -> None:
+    position = 0
+    for before, span in zip((None, *layout.spans), layout.spans, strict=False):
+        assert span.start == position < span.stop
+        assert before is None or "chunk" in (before.kind, span.kind)
+        assert (span.text is not None) == (span.kind == "chunk")
+        position = span.stop
+    assert position == len(layout.ids)
+    assert layout.ids.dtype == np.int64
+    assert np.array_equal(np.concatenate([layout.ids_of(span) for span in layout.spans]), layout.ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=parts, system=parts)
+def test_spans_cover_the_ids_and_chunks_have_their_own_ids(
+    tokenizer: PromptTokenizer, content: list[str | Chunk], system: list[str | Chunk]
+) -> None:
+    prompt = [Message("system", [*system, "Read."]), Message("user", [*content, "Why?"])]
+    layout = lay_out(tokenizer, prompt)
+    check_spans(layout)
+    wanted = [part.text for part in (*system, *content) if isinstance(part, Chunk) and tokenizer.encode_text(part.text)]
+    assert [span.text for span in layout.chunks] == wanted
+    for span in layout.chunks:
+        assert layout.ids_of(span).tolist() == tokenizer.encode_text(span.text or "")
+    assert np.array_equal(lay_out(tokenizer, prompt).ids, layout.ids)
+
+
+def test_all_forms_of_one_prompt_are_one_prompt(tokenizer: PromptTokenizer) -> None:
+    index = ChunkIndex([record_for(A), record_for(B)])
+    text = f"Use this:\n{A}\n\n{B}\n\n{A} Why?"
+    marked: list[str | Chunk] = ["Use this:\n", Chunk(A), "\n\n", Chunk(B), "\n\n", Chunk(A), " Why?"]
+    forms: list[Prompt] = [marked, tuple(marked), [Message("user", marked)], text, [text], [Message("user", text)]]
+    layouts = [lay_out(tokenizer, form, index) for form in forms]
+    for layout in layouts:
+        check_spans(layout)
+        assert np.array_equal(layout.ids, layouts[0].ids)
+        assert layout.spans == layouts[0].spans
+        assert [span.text for span in layout.chunks] == [A, B, A]
+
+
+def test_known_texts_are_found_in_every_role_and_over_borders_of_strings() -> None:
+    index = ChunkIndex([record_for(A), record_for(B)])
+    prompt = [Message("system", ["Read: ", A[:40], A[40:]]), Message("user", "Hi."), Message("assistant", B)]
+    assert [span.text for span in lay_out(CHATML, prompt, index).chunks] == [A, B]
+    assert lay_out(CHATML, prompt).chunks == ()
+
+
+def test_a_marked_chunk_is_not_searched() -> None:
+    index = ChunkIndex([record_for(A)])
+    assert [span.text for span in lay_out(CHATML, [Chunk(f"x{A}y"), A], index).chunks] == [f"x{A}y", A]
+
+
+def test_adjacent_and_repeated_chunks_are_separate_spans() -> None:
+    layout = lay_out(CHATML, [Chunk(A), Chunk(A), Chunk(B)])
+    assert [span.text for span in layout.chunks] == [A, A, B]
+    assert layout.chunks[0].stop == layout.chunks[1].start
+    assert np.array_equal(layout.ids_of(layout.chunks[0]), layout.ids_of(layout.chunks[1]))
+
+
+def test_the_question_is_what_comes_after_the_last_chunk(tokenizer: PromptTokenizer) -> None:
+    plain = lay_out(tokenizer, "Why?")
+    assert plain.question == (0, len(plain.ids))
+    layout = lay_out(tokenizer, [Chunk(A), " glue ", Chunk(B), " Why?"])
+    start, stop = layout.question
+    assert (start, stop) == (layout.chunks[-1].stop, len(layout.ids))
+    assert layout.ids[start:stop].tolist()[: len(tokenizer.encode_text(" Why?"))] == tokenizer.encode_text(" Why?")
+    no_template = lay_out(PromptTokenizer(t5()), [Chunk(A)])
+    assert no_template.question == (len(no_template.ids), len(no_template.ids))
+
+
+def test_the_preamble_is_the_head_of_the_layout(tokenizer: PromptTokenizer) -> None:
+    head = [Message("system", "Read."), Message("user", "Context:\n")]
+    layout = lay_out(tokenizer, [head[0], Message("user", ["Context:\n", Chunk(A), "\nWhy?"])])
+    assert tokenizer.head_ids(head) == tuple(layout.ids[: layout.chunks[0].start].tolist())
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", " \n\t", [], [""], [Chunk("")], [Chunk(" "), "\n"], [Message("user", "")], [Message("system", " ")]],
+)
+def test_nothing_to_answer(prompt: Any) -> None:
+    with pytest.raises(EmptyPromptError):
+        lay_out(CHATML, prompt)
+
+
+def test_empty_chunks_are_dropped() -> None:
+    assert np.array_equal(lay_out(CHATML, ["Why", Chunk(""), "?"]).ids, lay_out(CHATML, "Why?").ids)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 1, b"bytes", {"role": "user"}, [1], [b"x"], [{"role": "user"}], ["a", Message("user", "b")], Chunk("a")],
+)
+def test_other_types_are_told_what_is_accepted(prompt: Any) -> None:
+    with pytest.raises(InvalidSettingError, match="a prompt is a string, a sequence of strings and Chunks, or"):
+        lay_out(CHATML, prompt)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (),
+        (Span("text", 0, 2),),
+        (Span("text", 0, 2), Span("chunk", 1, 3, "a")),
+        (Span("text", 0, 0), Span("chunk", 0, 3, "a")),
+        (Span("text", 1, 3),),
+    ],
+)
+def test_a_layout_refuses_spans_that_do_not_cover(spans: tuple[Span, ...]) -> None:
+    with pytest.raises(InvalidSettingError):
+        Layout(np.arange(3, dtype=np.int64), spans)
+
+
+def test_a_layout_refuses_other_ids() -> None:
+    with pytest.raises(InvalidSettingError):
+        Layout(np.arange(3, dtype=np.int32), (Span("text", 0, 3),))
