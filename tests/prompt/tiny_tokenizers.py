@@ -12,7 +12,8 @@ CORPUS = [
     "The cache keeps the keys and the values of every chunk of the documents.",
     "A question about the documents is asked by the user, and the assistant answers it.",
     "system user assistant model start end header id turn im begin of text sep INST SYS tool call think",
-    "Tokens are read in order; numbers such as 0 1 2 3 4 5 6 7 8 9 and marks ( ) [ ] { } < > | / _ - . , : ; ! ? too.",
+    "Tokens are read in order; numbers such as 0 1 2 3 4 5 6 7 8 9 and marks ( ) [ ] { } < > | / _ - . , : ; ! ?",
+    "<| |> <| |>",
     "the quick brown fox jumps over the lazy dog THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG",
     "def main():\n    return 'value'\n\n\nclass Thing:\n    pass\n",
 ] * 4
