@@ -315,8 +315,8 @@ def _check(layers: ChunkKV) -> tuple[tuple[LayerShape, ...], int, torch.dtype]:
 def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     """What the header says, once everything in it has been checked against itself, the key and the file size."""
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_no_repeats)
-        note = json.loads(_field(_field(entries, "__metadata__", dict), _METADATA, str), object_pairs_hook=_no_repeats)
+        entries = json.loads(text.decode("utf-8"))
+        note = json.loads(_field(_field(entries, "__metadata__", dict), _METADATA, str))
         checks = base64.b64decode(_field(note, "xxh3", str), validate=True)
     except (ValueError, RecursionError, binascii.Error) as error:  # ValueError: JSON, UTF-8, oversized numbers
         raise _DamagedError(f"header is not readable: {error}") from None
@@ -354,13 +354,6 @@ def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     if _seal(key, header) != checks[:_DIGEST_BYTES]:
         raise _DamagedError("header does not match its seal")
     return header
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
 
 
 def _field(found: Any, name: str, kind: type[_T]) -> _T:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -238,112 +238,166 @@ for path in [base, base / "store", *(base / "store").rglob("*")]:
     assert all("that you may write to it" in line for line in lines)
 
 
+def test_an_index_that_became_read_only(store, make_chunk):
+    """As after a remount: writers hear of it at once, readers go on."""
+    database = store.directory / "kv" / "cache.db"
+    store._kv.close()
+    store._kv._local.con = sqlite3.connect(f"file:{database}?mode=ro", uri=True, isolation_level=None)
+    began = time.perf_counter()
+    with pytest.raises(StoreError, match="that you may write to it"):
+        store.put("new", make_chunk(2))
+    opened = store.open_many(["before", "new"])
+    assert [status for _, status in opened] == ["hit", "miss"]
+    assert time.perf_counter() - began < 5
+    opened[0].reader.close()
+    store._kv.close()
+    assert_whole(store, make_chunk)
+
+
 # ---- processes
 
 
-@pytest.mark.parametrize("stage", ["in the file", "before the row", "before the commit", "after the commit"])
-def test_killed_in_the_middle_of_a_put(store, make_chunk, stage, monkeypatch):
-    monkeypatch.setattr(kvstore, "_SETTLE_S", 0.2)
-    code = """
-def hang(*_, **__):
-    print("there", flush=True)
-    time.sleep(60)
+STAGES = """
+stage, directory = "", directory + "/store"
+kvstore._SETTLE_S = 0.2
 
-stage = sys.argv[2]
-store = KVStore(directory)
-if stage == "in the file":
+def payload_files():
+    return len([name for name in os.listdir(directory + "/kv") if name.endswith(".safetensors")])
+
+def put_and_hang(pipe):
+    def hang(*_, **__):
+        os.write(pipe, b"!")
+        time.sleep(60)
+
     def half(path, data):
         path.write_bytes(data[: len(data) // 2])
         hang()
-    kvstore._write_file = half
-elif stage == "before the row":
-    store._kv.set = hang
-elif stage == "before the commit":
+
+    store = KVStore(directory)
     put = store._kv.set
-    store._kv.set = lambda *a, **k: (put(*a, **k), hang())
-else:  # the row of the new payload is committed, the old payload's file is still there
-    kvstore.os.remove = hang
-store.put("before" if stage == "after the commit" else "new", chunk(2), overwrite=True)
-"""
-    process = child(code, store.directory, stage)
-    try:
-        assert process.stdout.readline() == "there\n"
-        assert len(list((store.directory / "kv").glob("*.safetensors"))) == 2
-        if stage == "in the file":
+    if stage == "in the file":
+        kvstore._write_file = half
+    elif stage == "before the row":
+        store._kv.set = hang
+    elif stage == "before the commit":
+        store._kv.set = lambda *a, **k: (put(*a, **k), hang())
+    else:  # the row of the new payload is committed, the old payload's file is still there
+        kvstore.os.remove = hang
+    store.put("before" if stage == "after the commit" else "new", chunk(2), overwrite=True)
+
+for stage in ("in the file", "before the row", "before the commit", "after the commit"):
+    with KVStore(directory) as store:
+        store.put("before", chunk(1), overwrite=True)
+    pid = fork_until_told(put_and_hang)
+    assert payload_files() == 2, stage
+    if stage == "in the file":
+        with KVStore(directory) as store:
             assert store.verify().ok  # a file under way is no orphan
-        process.send_signal(signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with KVStore(directory) as store:
+        assert store.verify().ok and store.keys() == ["before"] and payload_files() == 1, stage
+        assert right(store.open("before"), 2 if stage == "after the commit" else 1), stage
+        store.put("new", chunk(2))
+        store.delete("new")
+    print(stage)
+"""
+
+FORKS = """
+import signal
+
+def fork(work):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        os._exit(0)
     finally:
-        process.kill()
-        process.communicate()
-    if stage == "after the commit":
-        assert len(store.verify().orphans) == 1
-    store.close()
-    with KVStore(store.directory) as again:
-        if stage != "after the commit":
-            assert_whole(again, make_chunk)
-        assert again.verify().ok
-        assert len(again) == len(list((store.directory / "kv").glob("*.safetensors"))) == 1
-        again.put("new", make_chunk(3))
-        assert again.verify().ok
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+def fork_until_told(work):
+    read, write = os.pipe()
+    pid = fork(lambda: work(write))
+    os.close(write)
+    assert os.read(read, 1) == b"!"
+    os.close(read)
+    return pid
+"""
+
+
+def test_killed_in_the_middle_of_a_put(tmp_path):
+    assert finish(child(FORKS + STAGES, tmp_path)).splitlines() == [
+        "in the file",
+        "before the row",
+        "before the commit",
+        "after the commit",
+    ]
 
 
 def test_killed_at_random_moments(tmp_path):
     """Writers that put, overwrite, delete and evict are killed again and again; the folder never breaks."""
     code = """
-import signal
 pick = random.Random(7)
+
+def work(pipe):
+    with KVStore(directory) as store:
+        for turn in range(1_000_000):
+            seed = pick.randrange(12)
+            store.put(f"k{seed}", chunk(seed), overwrite=True)
+            if turn == 0:
+                os.write(pipe, b"!")
+            if seed % 3 == 0:
+                store.delete(f"k{pick.randrange(12)}")
+
+checked = 0
 with KVStore(directory, size_limit_bytes=300_000):
     pass
-for turn in range(25):
-    pid = os.fork()
-    if not pid:
-        try:
-            with KVStore(directory) as store:
-                while True:
-                    seed = pick.randrange(12)
-                    store.put(f"k{seed}", chunk(seed), overwrite=True)
-                    if seed % 3 == 0:
-                        store.delete(f"k{pick.randrange(12)}")
-        finally:
-            os._exit(1)
-    time.sleep(pick.uniform(0.02, 0.12))
+for turn in range(20):
+    pid = fork_until_told(work)
+    time.sleep(pick.uniform(0, 0.08))
     os.kill(pid, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
     with KVStore(directory) as store:
         report = store.verify()
         assert report.ok, report
+        checked += report.checked
         for key in store.keys():
             assert right(store.open(key), int(key[1:]))
         assert store.stats().bytes <= 300_000
-print(report.checked > 0)
+print(checked > 20)
 """
-    assert finish(child(code, tmp_path)) == "True\n"
+    assert finish(child(FORKS + code, tmp_path)) == "True\n"
 
 
 def test_processes_share_a_store(tmp_path):
     code = """
-pick = random.Random(int(sys.argv[2]))
-hits = 0
-with KVStore(directory, size_limit_bytes=300_000) as store:
-    for turn in range(120):
-        seed = pick.randrange(12)
-        do = pick.random()
-        if do < 0.4:
-            store.put(f"k{seed}", chunk(seed), overwrite=do < 0.1)
-            store.remember([bytes([seed]) * 28])
-        elif do < 0.5:
-            store.delete(f"k{seed}")
-        else:
-            for other, opened in enumerate(store.open_many([f"k{other}" for other in range(12)])):
-                assert opened.status != "corrupt"
-                if opened.reader:
-                    assert right(opened.reader, other)
-                    hits += 1
-print(hits > 0)
+def work(number):
+    pick = random.Random(number)
+    hits = 0
+    with KVStore(directory + "/store", size_limit_bytes=300_000) as store:
+        for turn in range(100):
+            seed = pick.randrange(12)
+            do = pick.random()
+            if do < 0.4:
+                store.put(f"k{seed}", chunk(seed), overwrite=do < 0.1)
+                store.remember([bytes([seed]) * 28])
+            elif do < 0.5:
+                store.delete(f"k{seed}")
+            else:
+                for other, opened in enumerate(store.open_many([f"k{other}" for other in range(12)])):
+                    assert opened.status != "corrupt"
+                    if opened.reader:
+                        assert right(opened.reader, other)
+                        hits += 1
+    assert hits
+
+# Three at once, from the creation of the folder on.
+workers = [fork(lambda: work(number)) for number in range(3)]
+assert [os.waitpid(pid, 0)[1] for pid in workers] == [0, 0, 0]
 """
-    # Three at once, from the creation of the folder on.
-    processes = [child(code, tmp_path / "store", seed) for seed in range(3)]
-    assert [finish(process) for process in processes] == ["True\n"] * 3
+    finish(child(FORKS + code, tmp_path))
     with KVStore(tmp_path / "store", create=False) as store:
         report = store.verify()
         assert report.ok, report

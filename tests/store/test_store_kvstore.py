@@ -158,7 +158,8 @@ def test_looking_at_a_store_does_not_import_torch(store, make_chunk):
         "    assert store.keys() == ['a'] and 'a' in store and store.remembered() == []\n"
         "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(store.directory)], check=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code, str(store.directory)], check=True, timeout=60, env=environment)
 
 
 # ---- size limit
@@ -387,7 +388,7 @@ def test_planted_records_are_never_loaded(store, tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_nothing_can_be_pickled_in_or_out(store, monkeypatch):
+def test_nothing_can_be_pickled_in_or_out(store):
     cache = store._kv
     with pytest.raises(StoreError, match="pickled"):
         cache.set(("a", 1), 5)
@@ -397,6 +398,10 @@ def test_nothing_can_be_pickled_in_or_out(store, monkeypatch):
         cache.disk.get(pickle.dumps("a"), False)
     with pytest.raises(StoreError, match="unpickle"):
         cache.disk.fetch(4, None, pickle.dumps("a"), False)
+    with pytest.raises(StoreError, match="unpickle"):
+        cache.disk.fetch(4, "0" * 32 + ".safetensors", None, True)
+    with pytest.raises(StoreError, match="payload file"):
+        cache.disk.fetch(2, "../" + "0" * 32 + ".safetensors", None, True)
     assert store.keys() == []
 
 
