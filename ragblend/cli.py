@@ -1,0 +1,365 @@
+"""The command line: ragblend ingest, query, stats, verify, bench ttft.
+
+Results go to stdout, everything else (progress, warnings, errors) to stderr. With --json stdout carries exactly one
+JSON object, errors included. What imports torch is imported inside the commands that need it, so that --help, --version
+and stats answer at once.
+
+Exit codes: 0 done; 1 an error that is explained; 2 a wrong option; 3 done, but some files were skipped; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragblend import __version__
+from ragblend.errors import InvalidSettingError, RagBlendError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_SKIPPED, _FAILED, _INTERRUPTED = 3, 1, 130
+
+app = typer.Typer(
+    name="ragblend",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="""Answer questions from your documents, several times sooner.
+
+    Documents are read, split and run through the model once; what the model made of them (its KV) is kept on disk and
+    put together again for each question.
+
+    **Start like this**
+
+    - ragblend ingest docs/ notes.md paper.pdf
+    - ragblend query "How do I clear the cache?"
+
+    Both use the store in .ragblend and a small built-in model. Choose others with --store and --model, or with
+    RAGBLEND_STORE and RAGBLEND_MODEL.
+    """,
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.add_typer(bench, name="bench")
+
+Store = Annotated[
+    Path, typer.Option("--store", envvar="RAGBLEND_STORE", metavar="DIR", help="Folder of documents' KV and index.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        envvar="RAGBLEND_MODEL",
+        metavar="M",
+        help="A model folder, a GGUF file or a hub id. Default: the small model that is installed with ragblend.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+RatioOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R",
+        help="Share of reused tokens to recompute: 0 is fastest, 1 is a full prefill; or auto. Default: 0.15.",
+        show_default=False,
+    ),
+]
+DEFAULT_STORE = Path(".ragblend")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"ragblend {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
+    store: Store = DEFAULT_STORE,
+    model: Model = None,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk at most.")] = 300,
+    size_limit_gb: Annotated[
+        float | None,
+        typer.Option(help="Keep at most so many GB of KV; least recently used goes first.", show_default=False),
+    ] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(metavar="E", help="Folder or hub id. Default: all-MiniLM-L6-v2.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read documents (text, Markdown, HTML, PDF and what else LlamaIndex reads) into the store.
+
+    Only what is new or changed costs time. Interrupt it whenever you like: what was committed stays, and the same
+    command goes on from there.
+
+    Examples:
+
+    - ragblend ingest docs/
+    - ragblend ingest *.pdf --store papers --model ./my-model
+    """
+    with _reporting(as_json) as say:
+        from ragblend.kb import KnowledgeBase
+
+        limit = None if size_limit_gb is None else int(size_limit_gb * 1e9)
+        with (
+            KnowledgeBase(
+                store,
+                model=model,
+                embedding_model=embedding_model,
+                chunk_tokens=chunk_tokens,
+                size_limit_bytes=limit,
+            ) as kb,
+            _bar("reading") as bar,
+        ):
+            summary = kb.ingest(paths, progress=_following(bar))
+        for skip in summary.skipped:
+            typer.echo(f"skipped {skip.path}: {skip.reason}", err=True)
+        say(
+            summary.as_dict(),
+            f"{summary.documents} documents ingested, {summary.unchanged} unchanged, {len(summary.skipped)} skipped; "
+            f"{summary.computed} chunks prefilled ({summary.tokens} tokens, {summary.bytes / 1e6:.1f} MB) in "
+            f"{summary.seconds:.1f} s",
+        )
+        if summary.skipped:
+            raise typer.Exit(_SKIPPED)
+
+
+@app.command()
+def query(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", show_default=False)],
+    store: Store = DEFAULT_STORE,
+    model: Model = None,
+    top_k: Annotated[int, typer.Option(help="How many chunks to answer from.")] = 4,
+    ratio: RatioOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Length of the answer at most.")] = 256,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is being made.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a question from the ingested documents, with sources and what it took.
+
+    Examples:
+
+    - ragblend query "Who wrote it?" --stream
+    - ragblend query "Who wrote it?" --top-k 6 --ratio 0.3 --json
+    """
+    with _reporting(as_json) as say:
+        from ragblend.kb import KnowledgeBase
+
+        # With --json the answer is one object, which is complete only at the end.
+        on_text = (lambda text: typer.echo(text, nl=False)) if stream and not as_json else None
+        with KnowledgeBase(store, model=model, create=False) as kb:
+            reply = kb.query(question, top_k=top_k, ratio=_ratio(ratio), max_tokens=max_tokens, on_text=on_text)
+        lines = ["" if on_text else reply.text.strip(), ""]
+        for source in reply.sources:
+            page = f", page {source.node.metadata['page']}" if "page" in source.node.metadata else ""
+            lines.append(f"  {source.score or 0.0:.2f}  {source.node.metadata['document']}{page}")
+        if (report := reply.report) is not None:
+            lines.append(
+                f"  {report.hits} of {len(report.chunks)} chunks reused, {report.rows_fraction:.0%} of a full prefill "
+                f"computed, first token after {report.ttft_s:.2f} s"
+            )
+        say({"question": question, **reply.as_dict()}, "\n".join(lines))
+
+
+@app.command()
+def stats(store: Store = DEFAULT_STORE, model: Model = None, as_json: AsJson = False) -> None:
+    """Count documents, chunks, tokens and bytes. Loads no model (--model is accepted for symmetry)."""
+    with _reporting(as_json) as say:
+        from ragblend.kb import KnowledgeBase
+
+        with KnowledgeBase(store, model=model, create=False) as kb:
+            counts = asdict(kb.stats())
+        width = max(map(len, counts))
+        say(counts, "\n".join(f"{name:<{width}}  {value}" for name, value in counts.items()))
+
+
+@app.command()
+def verify(
+    store: Store = DEFAULT_STORE,
+    model: Model = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Delete what is bad. The next ingest makes it again.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every stored payload to its last byte and check the index. Exit code 0 only when all is well.
+
+    With --repair it still ends with 1 if something was wrong; a second run then ends with 0.
+    """
+    with _reporting(as_json) as say:
+        from ragblend.kb import KnowledgeBase
+
+        with KnowledgeBase(store, model=model, create=False) as kb, _bar("verifying") as bar:
+            task = bar.tasks[0].id
+            found = kb.verify(repair=repair, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        problems = [f"bad payload {key[:16]}: {reason}" for key, reason in found.kv.bad]
+        problems += [f"file of no chunk: {name}" for name in found.kv.orphans]
+        problems += [f"index: {text}" for text in (*found.kv.index_problems, *found.index_problems)]
+        for problem in problems:
+            typer.echo(problem, err=True)
+        outcome = f"{found.kv.checked} payloads checked, {len(problems)} problems, {found.kv.deleted} deleted"
+        say({**found.as_dict(), "repaired": repair}, outcome)
+        if not found.ok:
+            raise typer.Exit(_FAILED)
+
+
+@bench.command()
+def ttft(
+    data: Annotated[Path, typer.Option(metavar="FILE", help="MuSiQue: one JSON object a line.", show_default=False)],
+    chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
+    limit: Annotated[int, typer.Option(help="Questions to ask.")] = 10,
+    ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.15,
+    repeats: Annotated[int, typer.Option(help="How often each question is timed.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    decode_tokens: Annotated[int, typer.Option(help="Length of the answers whose speed is measured.")] = 64,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store", metavar="DIR", help="Keep the KV here. Default: a temporary folder.", show_default=False
+        ),
+    ] = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token: stock transformers, full prefill, prefix caching, full reuse, CacheBlend and ours.
+
+    Example:
+
+    - ragblend bench ttft --data musique_dev.jsonl --chunks 6 --chunk-tokens 300 --limit 10 --json
+    """
+    with _reporting(as_json) as say:
+        if not data.is_file():
+            raise InvalidSettingError(
+                f"there is no file {data}: --data takes MuSiQue questions, one JSON object a line"
+            )
+        from ragblend.evaluation.ttft import run
+        from ragblend.model.sources import DEFAULT_MODEL
+
+        with _bar("measuring") as bar:
+            task = bar.tasks[0].id
+            result = run(
+                model=model or DEFAULT_MODEL,
+                data=data,
+                chunks=chunks,
+                chunk_tokens=chunk_tokens,
+                limit=limit,
+                ratio=ratio,
+                repeats=repeats,
+                dtype=dtype,
+                decode_tokens=decode_tokens,
+                store=store,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        say(result, None if as_json else _table(result))
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except KeyboardInterrupt:  # outside any command, such as while modules are being imported
+        sys.exit(_INTERRUPTED)
+
+
+Say = Callable[[dict[str, Any], object], None]
+
+
+@contextlib.contextmanager
+def _reporting(as_json: bool) -> Iterator[Say]:
+    """Run a command's work; `say` gives its result, as JSON or for people. Errors become a message and an exit code."""
+    stdout = sys.stdout
+
+    def say(result: dict[str, Any], for_people: object) -> None:
+        if as_json:
+            print(json.dumps(result, ensure_ascii=False), file=stdout, flush=True)
+        elif isinstance(for_people, str):
+            typer.echo(for_people)
+        else:
+            from rich.console import Console
+
+            Console().print(for_people)
+
+    def fail(kind: str, message: str, code: int) -> typer.Exit:
+        if as_json:
+            say({"error": {"type": kind, "message": message}}, None)
+        typer.echo(f"error: {message}", err=True)
+        return typer.Exit(code)
+
+    # Before libraries get to it: one of LlamaIndex's readers would turn on everybody's INFO messages.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # Model loaders draw bars of their own across ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    # Libraries print now and then; with --json that must not get between the reader and the object.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            yield say
+        except RagBlendError as error:
+            raise fail(type(error).__name__, str(error), _FAILED) from None
+        except KeyboardInterrupt:
+            message = "interrupted; what was committed is kept, and the same command goes on from there"
+            raise fail("KeyboardInterrupt", message, _INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _bar(description: str) -> Iterator[Progress]:
+    """A progress bar on stderr, with one task."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Nothing where nobody looks: without a terminal rich would leave one stray line.
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(description, total=None)
+        yield bar
+
+
+def _following(bar: Progress) -> Callable[[str, float, int], None]:
+    task = bar.tasks[0].id
+
+    def show(document: str, done: float, total: int) -> None:
+        bar.update(task, description=Path(document).name[-40:], completed=done, total=total)
+
+    return show
+
+
+def _ratio(value: str | None) -> float | str | None:
+    if value is None or value == "auto":
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidSettingError(f"--ratio takes a number from 0 to 1, or auto; got {value!r}") from None
+
+
+def _table(result: dict[str, Any]) -> object:
+    from rich.table import Table
+
+    table = Table(title=f"Time to first token, {result.get('model', '')}")
+    strategies: dict[str, dict[str, Any]] = result["strategies"]
+    columns = list(dict.fromkeys(name for numbers in strategies.values() for name in numbers))
+    table.add_column("strategy")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for strategy, numbers in strategies.items():
+        table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
+    return table
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

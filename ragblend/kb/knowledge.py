@@ -1,0 +1,469 @@
+"""KnowledgeBase: keeps index and KV store in step, asks and answers.
+
+    ingest   document -> unchanged? nothing to do : parts -> chunks -> KV -> vectors -> one commit to the index
+    query    question -> vector -> closest chunks -> LlamaIndex's query engine over RagBlendLLM -> answer, report
+
+A document enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the
+document it was at, and finds the KV of that document's chunks when it comes back.
+
+Models are loaded when they are first needed: statistics, and an ingest in which nothing changed, need none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from ragblend.errors import EmptyPromptError, IngestError, InvalidSettingError
+from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
+from ragblend.kb.files import Part, Skipped, UnreadableError, content_digest, find_files, read_file
+from ragblend.kb.index import DocumentIndex, NewChunk, StoredChunk
+from ragblend.report import BlendReport
+from ragblend.store.kvstore import KVStore, VerifyReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import NodeWithScore
+    from llama_index.llms.ragblend import RagBlendLLM
+
+    from ragblend.engine import IngestReport, RagBlend
+
+DEFAULT_CHUNK_TOKENS = 300
+DEFAULT_TOP_K = 4
+
+Progress = Callable[[str, float, int], None]
+"""Called with (document at work, documents done with its fraction, documents in all)."""
+
+
+@dataclass(frozen=True)
+class IngestSummary:
+    """What an ingest did.
+
+    Attributes:
+        documents: documents that were read and committed, new and changed ones.
+        unchanged: documents that were there with the same content already.
+        chunks: chunks of the former; computed + already_stored of them have their KV in the store.
+        computed, already_stored: chunks whose KV was prefilled now, or found.
+        tokens, bytes: of the KV that was prefilled now.
+        seconds: wall time, loading of models included.
+        skipped: files that hold no text we can get at.
+    """
+
+    documents: int
+    unchanged: int
+    chunks: int
+    computed: int
+    already_stored: int
+    tokens: int
+    bytes: int
+    seconds: float
+    skipped: tuple[Skipped, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "skipped": [skip._asdict() for skip in self.skipped]}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, the chunks it was made from (closest first), and how. sources: LlamaIndex's NodeWithScore."""
+
+    text: str
+    sources: tuple[NodeWithScore, ...]
+    report: BlendReport | None
+
+    def as_dict(self) -> dict[str, Any]:
+        sources = [{**s.node.metadata, "similarity": s.score, "text": s.node.get_content()} for s in self.sources]
+        report = None if self.report is None else self.report.as_dict()
+        return {"answer": self.text, "sources": sources, "report": report}
+
+
+@dataclass(frozen=True)
+class KnowledgeBaseStats:
+    """Documents and chunks of the index, and what the KV store counts.
+
+    Attributes:
+        documents, indexed_chunks: in the index.
+        chunks, tokens, bytes: of stored KV. Chunks of equal text share it; each model has its own.
+        size_limit_bytes: KV bytes that are kept at most, least recently used out first.
+        hits, misses, evictions, records: as in the store's StoreStats.
+        embedding_model: what the index was made with; None while it is empty.
+    """
+
+    documents: int
+    indexed_chunks: int
+    chunks: int
+    tokens: int
+    bytes: int
+    size_limit_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    records: int
+    embedding_model: str | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found wrong with KV payloads and with the index."""
+
+    kv: VerifyReport
+    index_problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was wrong (what was repaired counts as wrong)."""
+        return self.kv.ok and not self.index_problems
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "checked": self.kv.checked,
+            "bad": [{"key": key, "reason": reason} for key, reason in self.kv.bad],
+            "orphans": list(self.kv.orphans),
+            "index_problems": [*self.kv.index_problems, *self.index_problems],
+            "deleted": self.kv.deleted,
+        }
+
+
+class _Document(NamedTuple):
+    """digest: of its content; raises UnreadableError. read: its text; raises UnreadableError."""
+
+    name: str
+    digest: Callable[[], str]
+    read: Callable[[], list[Part]]
+
+
+class KnowledgeBase:
+    """Documents in a store folder, and a model that answers from them.
+
+    with KnowledgeBase("store") as kb:
+        kb.ingest(["docs"])
+        print(kb.query("How is the cache cleared?").text)
+    """
+
+    def __init__(
+        self,
+        store: str | Path,
+        *,
+        model: str | Path | None = None,
+        embedding_model: str | None = None,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        size_limit_bytes: int | None = None,
+        create: bool = True,
+    ) -> None:
+        """Open a knowledge base, or make one.
+
+        Args:
+            store: its folder, which is a KVStore's folder too.
+            model: who answers: a folder, a GGUF file or a hub id; None: the engine's default.
+            embedding_model: who makes the vectors; None: what the index was made with, and for a new one
+                all-MiniLM-L6-v2.
+            chunk_tokens: tokens of a chunk at most, counted as the model counts them.
+            size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
+            create: whether to make one where there is none.
+
+        Raises:
+            StoreError, InvalidSettingError, IngestError.
+        """
+        if chunk_tokens < 16:
+            raise InvalidSettingError(f"chunk_tokens must be 16 or more, not {chunk_tokens}: less says nothing")
+        self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
+        try:
+            # Beside the KV, and only now: the KV store refuses to be made in a folder that is not empty.
+            self.index = DocumentIndex(self.store.directory / "index")
+            known = self.index.embedding_model
+            if known is not None and embedding_model not in (None, known):
+                self.index.close()
+                raise IngestError(
+                    f"the store in {self.store.directory} was made with the embedding model {known!r}, not "
+                    f"{embedding_model!r}: use that one, or another store"
+                )
+        except BaseException:
+            self.store.close()
+            raise
+        self.chunk_tokens = chunk_tokens
+        self._model = model
+        self._embedding_model = embedding_model or known or DEFAULT_EMBEDDING_MODEL
+        self._loading = threading.RLock()
+        self._llm: RagBlendLLM | None = None
+
+    # ---- ingest
+
+    def ingest(self, paths: Sequence[str | Path], *, progress: Progress | None = None) -> IngestSummary:
+        """Read the files under the paths. Only what is new or changed is worked on.
+
+        Raises:
+            IngestError: a path does not exist, or there is no file at all.
+            ModelError, MissingDependencyError: a model is needed and not to be had.
+            StoreFullError: the disk is full; what was committed before stays.
+        """
+        files, skipped = find_files(paths, exclude=self.store.directory)
+        documents = [_file(path) for path in files]
+        return self._ingest(documents, skipped, progress)
+
+    def ingest_texts(self, texts: Mapping[str, str], *, progress: Progress | None = None) -> IngestSummary:
+        """The same for texts that are no files: {name: text}."""
+        return self._ingest([_text(name, text) for name, text in texts.items()], [], progress)
+
+    def _ingest(
+        self, documents: Sequence[_Document], skipped: list[Skipped], progress: Progress | None
+    ) -> IngestSummary:
+        started = time.perf_counter()
+        known = self.index.digests()
+        done = unchanged = chunks = 0
+        reports: list[IngestReport] = []
+        try:
+            for n, document in enumerate(documents):
+                at_work = _fraction(progress, document.name, n, len(documents))
+                at_work(0.0)
+                try:
+                    digest = f"{document.digest()}-{self.chunk_tokens}"
+                    if known.get(document.name) == digest:
+                        unchanged += 1
+                        reports += self._prefill_lacking(document.name, at_work)
+                        continue
+                    parts = document.read()
+                except UnreadableError as error:
+                    skipped.append(Skipped(document.name, str(error)))
+                    continue
+                pieces = self._split(parts)
+                if not pieces:
+                    skipped.append(Skipped(document.name, "no text in it"))
+                    continue
+                reports.append(self._prefill([piece.text for piece in pieces], at_work))
+                self._commit(document.name, digest, pieces)
+                done += 1
+                chunks += len(pieces)
+        finally:
+            self.index.save()
+        if progress is not None:
+            progress("", len(documents), len(documents))
+        return IngestSummary(
+            documents=done,
+            unchanged=unchanged,
+            chunks=chunks,
+            computed=sum(r.computed for r in reports),
+            already_stored=sum(r.already_stored for r in reports),
+            tokens=sum(r.tokens for r in reports),
+            bytes=sum(r.bytes for r in reports),
+            seconds=time.perf_counter() - started,
+            skipped=tuple(skipped),
+        )
+
+    def _split(self, parts: Sequence[Part]) -> list[Part]:
+        from llama_index.core.node_parser import SentenceSplitter
+
+        # No overlap: sentences are kept whole as it is, and every token that is in two chunks is prefilled and
+        # stored twice.
+        splitter = SentenceSplitter(
+            chunk_size=self.chunk_tokens,
+            chunk_overlap=0,
+            paragraph_separator="\n\n",
+            tokenizer=lambda text: list(self.engine.prompts.encode_text(text)),
+        )
+        pieces = [Part(text.strip(), part.metadata) for part in parts for text in splitter.split_text(part.text)]
+        return [piece for piece in pieces if piece.text]
+
+    def _prefill(self, texts: Sequence[str], at_work: Callable[[float], None]) -> IngestReport:
+        return self.engine.ingest(texts, progress=lambda count: at_work(count / len(texts)))
+
+    def _prefill_lacking(self, document: str, at_work: Callable[[float], None]) -> list[IngestReport]:
+        """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since."""
+        lacking = [c for c in self.index.chunks_of(document, self._model_signature) if not self._has_kv(c)]
+        if not lacking:
+            return []
+        report = self._prefill([chunk.text for chunk in lacking], at_work)
+        self.index.note_kv({chunk.id: self._key(chunk.text) for chunk in lacking}, model=self._model_signature)
+        return [report]
+
+    def _has_kv(self, chunk: StoredChunk) -> bool:
+        # In a store that is too small for everything, putting back what was evicted would evict the rest, each time.
+        # A chunk that is asked about is learned then.
+        return chunk.kv_key is not None and (chunk.kv_key in self.store or self._evicts)
+
+    def _commit(self, document: str, digest: str, pieces: Sequence[Part]) -> None:
+        title = Path(document).stem  # says what the whole document is about, which a chunk alone may not
+        vectors = self._embedder.embed([f"{title}\n\n{piece.text}" for piece in pieces])
+        chunks = [
+            NewChunk(piece.text, piece.metadata, vector, self._key(piece.text))
+            for piece, vector in zip(pieces, vectors, strict=True)
+        ]
+        unreferenced = self.index.replace(
+            document, digest, chunks, model=self._model_signature, embedding_model=self._embedding_model
+        )
+        for key in unreferenced:
+            self.store.delete(key)
+
+    def _key(self, text: str) -> str:
+        from ragblend.prompt.chunk import chunk_key
+
+        engine = self.engine
+        return chunk_key(engine.fingerprint, engine.preamble_ids, engine.prompts.encode_text(text))
+
+    # ---- ask
+
+    def query(
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        on_text: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> Reply:
+        """Answer a question from the closest chunks.
+
+        Args:
+            on_text: called with each piece of the answer as soon as there is one.
+            **settings: of RagBlendLLM: ratio, selector, max_tokens, temperature, ...
+
+        Raises:
+            EmptyPromptError, InvalidSettingError, IngestError (there are no documents): before a model is loaded.
+        """
+        if not question.strip():
+            raise EmptyPromptError("the question is empty: ask something")
+        if "ratio" in settings and settings["ratio"] is not None:
+            from ragblend.engine import check_ratio
+
+            check_ratio(settings["ratio"])
+        engine, llm = self._query_engine(top_k, streaming=on_text is not None, **settings)
+        response: Any = engine.query(question)
+        if on_text is None:
+            text = str(response)
+        else:
+            pieces: list[str] = []
+            for piece in response.response_gen:
+                pieces.append(piece)
+                on_text(piece)
+            text = "".join(pieces)
+        return Reply(text, tuple(response.source_nodes), llm.last_report)
+
+    def as_retriever(self, top_k: int = DEFAULT_TOP_K) -> BaseRetriever:
+        """LlamaIndex's retriever over the index.
+
+        Raises:
+            InvalidSettingError, IngestError: there are no documents.
+        """
+        from ragblend.kb.retriever import IndexRetriever
+
+        if top_k < 1:
+            raise InvalidSettingError(f"top_k must be 1 or more, not {top_k}")
+        if not self.index.count_chunks():
+            raise IngestError(f"there are no documents in {self.store.directory} yet: ingest some first")
+        return IndexRetriever(self.index, self._embed_question, top_k)
+
+    def as_query_engine(self, top_k: int = DEFAULT_TOP_K, **settings: Any) -> RetrieverQueryEngine:
+        """LlamaIndex's query engine over the retriever and the model.
+
+        Args:
+            **settings: streaming, and settings of RagBlendLLM.
+        """
+        return self._query_engine(top_k, **settings)[0]
+
+    def _query_engine(
+        self, top_k: int, *, streaming: bool = False, **settings: Any
+    ) -> tuple[RetrieverQueryEngine, RagBlendLLM]:
+        from llama_index.core.query_engine import RetrieverQueryEngine
+
+        retriever = self.as_retriever(top_k)
+        from llama_index.llms.ragblend import RagBlendLLM
+
+        llm = RagBlendLLM.from_engine(self.engine, **settings)
+        return RetrieverQueryEngine.from_args(retriever, llm=llm, streaming=streaming), llm
+
+    def _embed_question(self, question: str) -> np.ndarray:
+        vector: np.ndarray = self._embedder.embed([question])[0]
+        return vector
+
+    # ---- look after it
+
+    def stats(self) -> KnowledgeBaseStats:
+        """Counts. Imports neither torch nor LlamaIndex."""
+        return KnowledgeBaseStats(
+            documents=self.index.count_documents(),
+            indexed_chunks=self.index.count_chunks(),
+            embedding_model=self.index.embedding_model,
+            **asdict(self.store.stats()),
+        )
+
+    def verify(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> Verification:
+        """Read every KV payload to its last byte and check the index.
+
+        Args:
+            repair: delete payloads that are bad, and make the FAISS file again; the next ingest prefills what is
+                missing.
+            progress: called with (payloads done, payloads in all).
+        """
+        kv = self.store.verify(delete_bad=repair, progress=progress)
+        return Verification(kv, tuple(self.index.verify(repair=repair)))
+
+    @property
+    def engine(self) -> RagBlend:
+        """The engine, behind the preamble that LlamaIndex's prompts really have; the model is loaded on first use."""
+        with self._loading:
+            if self._llm is None:
+                from llama_index.llms.ragblend import RagBlendLLM
+
+                chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
+                self._llm = RagBlendLLM(store=self.store, **chosen)
+            return self._llm.engine
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return Embedder(self._embedding_model)
+
+    @cached_property
+    def _evicts(self) -> bool:
+        return self.store.stats().evictions > 0
+
+    @cached_property
+    def _model_signature(self) -> str:
+        """Names the model in the index without loading it. The real identity is in the KV's keys; a wrong guess here
+        costs a look-up or a miss."""
+        path = Path(self._model or "").expanduser()
+        if self._model is None or not path.exists():
+            return str(self._model or "")
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+        return f"{path.resolve()}#{hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
+
+    def close(self) -> None:
+        """Close everything. Closing twice is fine."""
+        with self._loading:
+            if self._llm is not None:
+                self._llm.close()
+        self.index.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _file(path: Path) -> _Document:
+    return _Document(str(path), lambda: content_digest(path), lambda: read_file(path))
+
+
+def _text(name: str, text: str) -> _Document:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
+    return _Document(name, lambda: digest, lambda: [Part(text, {})])
+
+
+def _fraction(progress: Progress | None, name: str, done: int, documents: int) -> Callable[[float], None]:
+    def at_work(fraction: float) -> None:
+        if progress is not None:
+            progress(name, done + fraction, documents)
+
+    return at_work
