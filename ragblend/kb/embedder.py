@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,7 @@ class Embedder:
         from sentence_transformers import SentenceTransformer
 
         self.name = name
-        folder = _folder(name)
-        source, local = (str(folder), True) if folder is not None else (name, not _hub_has(name))
+        source, local = _find(name)
         try:
             self._model: Any = SentenceTransformer(source, local_files_only=local)
         except (OSError, ValueError) as error:
@@ -54,16 +54,29 @@ class Embedder:
         return np.asarray(vectors, np.float32)
 
 
-def _folder(name: str) -> Path | None:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
+def default_folder() -> str:
+    """Folder of the default embedding model, out of its PyPI package.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: its code is of no use here
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (Path(folder) / "model" / "modules.json").is_file():
+            return str(Path(folder) / "model")
+    raise MissingDependencyError(
+        f"the embedding model {DEFAULT_EMBEDDING_MODEL} is not installed: run `{_PIP}` (only its data files are used)"
+    )
+
+
+def _find(name: str) -> tuple[str, bool]:
+    """(folder or hub id, whether to stay off the network)."""
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser()), True
     if name == DEFAULT_EMBEDDING_MODEL:
-        spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: its code is of no use here
-        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-            if (Path(folder) / "model" / "modules.json").is_file():
-                return Path(folder) / "model"
-    return None
+        with contextlib.suppress(MissingDependencyError):
+            return default_folder(), True
+    return name, not _hub_has(name)
 
 
 def _hub_has(name: str) -> bool:

@@ -35,6 +35,7 @@ _DATABASE = "index.db"
 _VECTORS = "vectors.faiss"
 _BUSY_TIMEOUT_S = 60.0
 _ROWS_AT_ONCE = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE documents (name TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
@@ -384,7 +385,7 @@ class DocumentIndex:
                 yield
             except (OSError, sqlite3.Error) as error:
                 code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-                if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in _FULL:
                     raise StoreFullError(
                         f"the disk of the index in {self.directory} is full ({error}): free some space; what was "
                         "ingested before is intact"

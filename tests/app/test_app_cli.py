@@ -1,0 +1,352 @@
+"""Every command, every exit code, and the shape of what --json prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+
+needs_embedding = pytest.mark.usefixtures("embedding_model")
+
+
+@needs_embedding
+def test_ingest_query_stats_verify(cli: Cli, documents: Path) -> None:
+    done = cli("ingest", documents, "--json")
+    assert done.code == 0, done.err
+    assert done.json["documents"] == 4
+    assert done.json["computed"] == done.json["chunks"] == 4
+    assert done.json["skipped"] == []
+
+    asked = cli("query", "Who designed the bridge?", "--top-k", "3", "--max-tokens", "5", "--json")
+    assert asked.code == 0, asked.err
+    assert asked.json["question"] == "Who designed the bridge?"
+    assert Path(asked.json["sources"][0]["document"]).name == "bridge.md"
+    assert asked.json["report"]["hits"] == 3
+    assert asked.json["report"]["misses"] == 0
+
+    counts = cli("stats", "--json").json
+    assert counts["documents"] == counts["chunks"] == counts["indexed_chunks"] == 4
+    assert counts["tokens"] > 0
+    assert 0 < counts["bytes"] <= counts["size_limit_bytes"]
+    assert counts["hits"] == 3
+
+    verified = cli("verify", "--json")
+    assert verified.code == 0
+    assert verified.json["ok"]
+    assert verified.json["checked"] == 4
+
+
+@needs_embedding
+def test_each_kind_of_file_is_read_as_its_text(cli: Cli, documents: Path) -> None:
+    cli("ingest", documents)
+    found = cli("query", "What?", "--top-k", "9", "--max-tokens", "1", "--json").json["sources"]
+    texts = {Path(source["document"]).name: source for source in found}
+    assert "25 minutes" in texts["ferry.pdf"]["text"]
+    assert texts["ferry.pdf"]["page"] == "1"
+    assert texts["cats.html"]["text"] == "Cats\n\nCats sleep 16 hours a day."
+    assert texts["bridge.md"]["text"].startswith("# Bridge\n\nThe Old")
+
+
+@needs_embedding
+def test_for_people(cli: Cli, documents: Path) -> None:
+    done = cli("ingest", documents)
+    assert "4 documents ingested" in done.out
+    asked = cli("query", "How far is the moon?", "--max-tokens", "3", "--stream")
+    assert asked.code == 0
+    assert "moon.txt" in asked.out
+    assert "chunks reused" in asked.out
+    assert "documents" in cli("stats").out
+    assert "0 problems" in cli("verify").out
+
+
+@needs_embedding
+def test_only_what_changed_is_worked_on(cli: Cli, documents: Path) -> None:
+    cli("ingest", documents)
+    # A model that cannot be loaded shows that none is.
+    again = cli("ingest", documents, "--json", "--embedding-model", "sentence-transformers/all-MiniLM-L6-v2")
+    assert (again.json["documents"], again.json["unchanged"], again.json["computed"]) == (0, 4, 0)
+
+    (documents / "moon.txt").write_text("The sun is 150 million kilometres away.\n")
+    changed = cli("ingest", documents, "--json").json
+    assert (changed["documents"], changed["unchanged"], changed["computed"]) == (1, 3, 1)
+    counts = cli("stats", "--json").json
+    assert counts["documents"] == counts["indexed_chunks"] == 4
+    assert counts["chunks"] == 4, "the KV of the text that is gone is freed"
+    texts = [s["text"] for s in cli("query", "How far?", "--top-k", "9", "--max-tokens", "1", "--json").json["sources"]]
+    assert len(texts) == 4
+    assert not any("moon" in text for text in texts)
+
+
+@needs_embedding
+def test_an_unchanged_ingest_loads_no_model(cli: Cli, documents: Path, tmp_path: Path, tiny_model: Path) -> None:
+    cli("ingest", documents)
+    probe = "import sys\nfrom ragblend.cli import app\n"
+    probe += "app(sys.argv[1:], standalone_mode=False)\n"
+    probe += "assert not {'torch', 'transformers', 'sentence_transformers'} & set(sys.modules), 'a model was loaded'"
+    args = ["ingest", str(documents), "--store", str(tmp_path / "store"), "--model", str(tiny_model)]
+    done = subprocess.run([sys.executable, "-c", probe, *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4 unchanged" in done.stdout
+
+
+@needs_embedding
+def test_another_model_shares_the_index(cli: Cli, documents: Path, tiny_model: Path, tmp_path: Path) -> None:
+    cli("ingest", documents)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.embed_tokens.weight.data.mul_(1.5)
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(other)
+    done = cli("ingest", documents, "--model", other, "--json").json
+    assert (done["documents"], done["unchanged"], done["computed"]) == (0, 4, 4)
+    assert cli("ingest", documents, "--model", other, "--json").json["computed"] == 0
+    counts = cli("stats", "--json").json
+    assert (counts["indexed_chunks"], counts["chunks"]) == (4, 8)
+
+
+@needs_embedding
+def test_files_without_text_are_skipped_and_listed(cli: Cli, documents: Path) -> None:
+    (documents / "noise.dat").write_bytes(bytes(range(256)) * 9)
+    (documents / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (documents / "empty.txt").write_bytes(b"")
+    (documents / "blank.md").write_text(" \n\n")
+    (documents / "broken.pdf").write_bytes(b"%PDF-1.4\nnothing")
+    (documents / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"1" * 50)
+    (documents / "gone.txt").symlink_to(documents / "nowhere")
+    os.mkfifo(documents / "pipe.txt")
+    (documents / ".hidden.txt").write_text("nobody asked for this")
+    done = cli("ingest", documents, "--json")
+    assert done.code == 3
+    assert done.json["documents"] == 4
+    reasons = {Path(skip["path"]).name: skip["reason"] for skip in done.json["skipped"]}
+    assert set(reasons) == {
+        *("noise.dat", "latin.txt", "empty.txt", "blank.md", "broken.pdf", "photo.png", "gone.txt", "pipe.txt")
+    }
+    assert all(reasons.values())
+    assert "UTF-8" in reasons["latin.txt"]
+    for name in reasons:
+        assert name in done.err
+    assert cli("verify").code == 0
+
+
+def test_only_files_without_text(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "noise.dat").write_bytes(b"\0\1\2")
+    done = cli("ingest", tmp_path / "noise.dat", "--json")
+    assert done.code == 3
+    assert done.json["documents"] == 0
+    assert done.json["skipped"] == [{"path": str(tmp_path / "noise.dat"), "reason": "not a text file"}]
+
+
+def ingest_missing_path(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["ingest", tmp_path / "nowhere"]
+
+
+def ingest_empty_folder(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    (tmp_path / "empty").mkdir()
+    return ["ingest", tmp_path / "empty"]
+
+
+def one_document(tmp_path: Path) -> Path:
+    file = tmp_path / "one.txt"
+    file.write_text("One document of one sentence.")
+    return file
+
+
+def ingest_into_other_folder(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["ingest", one_document(tmp_path), "--store", tmp_path]
+
+
+def ingest_with_missing_model(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["ingest", one_document(tmp_path), "--model", "./nowhere"]
+
+
+def ingest_with_model_without_rope(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    from transformers import GPT2Config
+
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
+    return ["ingest", one_document(tmp_path), "--model", tmp_path / "gpt2"]
+
+
+def ingest_with_tiny_chunks(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["ingest", one_document(tmp_path), "--chunk-tokens", "3"]
+
+
+def store_of_another_format(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    from ragblend.store.kvstore import KVStore
+
+    KVStore(tmp_path / "store").close()
+    (tmp_path / "store" / "ragblend.json").write_text(json.dumps({"format": 999}))
+    return ["stats"]
+
+
+def index_of_another_format(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    import sqlite3
+
+    from ragblend.kb import KnowledgeBase
+
+    KnowledgeBase(tmp_path / "store").close()
+    with sqlite3.connect(tmp_path / "store" / "index" / "index.db") as db:
+        db.execute("PRAGMA user_version = 999")
+    db.close()
+    return ["verify"]
+
+
+def damaged_index(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    from ragblend.kb import KnowledgeBase
+
+    KnowledgeBase(tmp_path / "store").close()
+    (tmp_path / "store" / "index" / "index.db").write_bytes(b"no database" * 999)
+    return ["stats"]
+
+
+def missing_store(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["query", "Where?"]
+
+
+def store_without_documents(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    from ragblend.store.kvstore import KVStore
+
+    KVStore(tmp_path / "store").close()
+    return ["query", "Where?"]
+
+
+def empty_question(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    store_without_documents(cli, tmp_path)
+    return ["query", "  "]
+
+
+def ratio_above_one(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    store_without_documents(cli, tmp_path)
+    return ["query", "Where?", "--ratio", "1.5"]
+
+
+def ratio_that_is_no_number(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    store_without_documents(cli, tmp_path)
+    return ["query", "Where?", "--ratio", "much"]
+
+
+def top_k_of_zero(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    store_without_documents(cli, tmp_path)
+    return ["query", "Where?", "--top-k", "0"]
+
+
+def bench_without_data(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    return ["bench", "ttft", "--data", tmp_path / "nowhere.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind"),
+    [
+        (ingest_missing_path, "IngestError"),
+        (ingest_empty_folder, "IngestError"),
+        (ingest_into_other_folder, "StoreFormatError"),
+        (ingest_with_missing_model, "ModelNotFoundError"),
+        (ingest_with_model_without_rope, "UnsupportedModelError"),
+        (ingest_with_tiny_chunks, "InvalidSettingError"),
+        (store_of_another_format, "StoreFormatError"),
+        (index_of_another_format, "StoreFormatError"),
+        (damaged_index, "StoreFormatError"),
+        (missing_store, "StoreError"),
+        (store_without_documents, "IngestError"),
+        (empty_question, "EmptyPromptError"),
+        (ratio_above_one, "InvalidSettingError"),
+        (ratio_that_is_no_number, "InvalidSettingError"),
+        (top_k_of_zero, "InvalidSettingError"),
+        (bench_without_data, "InvalidSettingError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_bad_input_is_explained(cli: Cli, tmp_path: Path, prepare: object, kind: str) -> None:
+    assert callable(prepare)
+    args = prepare(cli, tmp_path)
+    done = cli(*args, "--json")
+    assert done.code == 1
+    assert done.json["error"]["type"] == kind
+    assert len(done.json["error"]["message"]) > 20
+    plain = cli(*args)
+    assert plain.code == 1
+    assert plain.err.startswith("error: ")
+    assert "Traceback" not in plain.err
+    assert plain.out == ""
+
+
+@pytest.mark.parametrize("args", [["query"], ["ingest"], ["stats", "--nonsense"], ["query", "x", "--top-k", "many"]])
+def test_wrong_usage(cli: Cli, args: list[str]) -> None:
+    assert cli(*args).code == 2
+
+
+@needs_embedding
+def test_verify_finds_a_bad_payload_and_repairs_it(cli: Cli, documents: Path, tmp_path: Path) -> None:
+    cli("ingest", documents)
+    payload = min((tmp_path / "store" / "kv").glob("*.safetensors"))
+    data = bytearray(payload.read_bytes())
+    data[-3] ^= 0xFF
+    payload.write_bytes(data)
+    found = cli("verify", "--json")
+    assert found.code == 1
+    assert not found.json["ok"]
+    assert len(found.json["bad"]) == 1
+    assert cli("verify", "--repair").code == 1
+    assert cli("verify").code == 0
+    refilled = cli("ingest", documents, "--json").json
+    assert (refilled["unchanged"], refilled["computed"]) == (4, 1)
+    assert cli("stats", "--json").json["chunks"] == 4
+
+
+@needs_embedding
+def test_verify_finds_a_bad_index_file_and_queries_go_on_without_it(cli: Cli, documents: Path, tmp_path: Path) -> None:
+    cli("ingest", documents)
+    vectors = tmp_path / "store" / "index" / "vectors.faiss"
+    data = bytearray(vectors.read_bytes())
+    data[-3] ^= 0xFF
+    vectors.write_bytes(data)
+    assert "vectors.faiss" in cli("verify", "--json").json["index_problems"][0]
+    asked = cli("query", "Who designed the bridge?", "--top-k", "1", "--max-tokens", "1", "--json").json
+    assert Path(asked["sources"][0]["document"]).name == "bridge.md"
+    assert cli("verify", "--repair").code == 1
+    assert cli("verify").code == 0
+
+
+@needs_embedding
+def test_an_index_keeps_its_embedding_model(cli: Cli, documents: Path, tmp_path: Path) -> None:
+    cli("ingest", documents)
+    done = cli("ingest", documents, "--embedding-model", tmp_path, "--json")
+    assert done.code == 1
+    assert "all-MiniLM-L6-v2" in done.json["error"]["message"]
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["stats", "--help"], ["stats"]])
+def test_what_needs_no_model_imports_no_torch(args: list[str], tmp_path: Path) -> None:
+    from ragblend.store.kvstore import KVStore
+
+    KVStore(tmp_path / "store").close()
+    probe = "import sys\nfrom ragblend.cli import main\n"
+    probe += "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+    probe += "assert not {'torch', 'transformers', 'llama_index', 'faiss'} & set(sys.modules)\n"
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", probe, *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAGBLEND_STORE": str(tmp_path / "store")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    # Half a second on a quiet machine; importing torch would take several.
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("command", ["ingest", "query", "stats", "verify", "bench ttft"])
+def test_every_command_takes_store_model_and_json(cli: Cli, command: str) -> None:
+    shown = cli(*command.split(), "--help")
+    assert shown.code == 0
+    for option in ("--store", "--model", "--json"):
+        assert option in shown.out

@@ -1,0 +1,51 @@
+"""The examples run, on the tiny model: what a reader would copy works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LONGEST = {"demo.py": 120}
+
+
+def run(name: str, *args: str | Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_examples_are_short() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < LONGEST.get(path.name, 60), path.name
+
+
+def test_quickstart(tiny_model: Path, tmp_path: Path) -> None:
+    out = run("quickstart.py", tiny_model, tmp_path / "store")
+    assert "3 texts prefilled" in out
+    assert "3 of 3 texts reused" in out
+    assert "2 of 2 texts reused" in out
+    assert "(1 missed)" in out
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_llamaindex_app(tiny_model: Path, tmp_path: Path) -> None:
+    out = run("llamaindex_app.py", tiny_model, tmp_path / "store")
+    assert out.count("3 of 3 chunks reused") == 2
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_demo(tiny_model: Path, tmp_path: Path) -> None:
+    out = run("demo.py", tmp_path / "store", RAGBLEND_MODEL=str(tiny_model))
+    assert out.count("5 of 5 chunks reused") == 15
+    assert "15 prompts" in out
