@@ -9,11 +9,14 @@ import pytest
 import torch
 from llama_bench import MakeEngine, Recorder
 from llama_index.core import Document, MockEmbedding, VectorStoreIndex
+from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from llama_index.node_parser.ragblend import KVPrefill
+
+from ragblend.prompt.chunk import Message
 
 QUESTION = "Who has the documents that say why?"
 FAMILIES = ["chatml", "llama3", "mistral", "llama2", "gemma", "base_with_bos"]
@@ -142,13 +145,18 @@ def test_at_ratio_1_the_answer_is_that_of_the_models_own_generate(
 
 def test_the_real_model_in_a_real_app(smollm2: RagBlendLLM, settings: Any, texts: list[str]) -> None:
     engine = smollm2.engine
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    settings.callback_manager = CallbackManager([debug])
     index = app(settings, smollm2, documents(texts))
     response = index.as_query_engine(similarity_top_k=4).query("In which drawer is the model kept?")
     assert str(response).strip()
     report = smollm2.last_report
     assert report is not None
     assert (report.hits, report.misses) == (4, 0)
-    assert report.chunks[0].start == len(engine.preamble_ids)
+    ((start, _),) = debug.get_event_pairs(CBEventType.LLM)
+    sent = [Message(message.role.value, message.content) for message in start.payload[EventPayload.MESSAGES]]
+    head = report.chunks[0].start
+    assert tuple(engine.prefill(sent).ids[:head].tolist()) == engine.preamble_ids
     assert report.rows_fraction < 0.8
     streaming: Any = index.as_query_engine(similarity_top_k=4, streaming=True).query(
         "In which drawer is the model kept?"

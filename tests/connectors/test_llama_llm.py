@@ -456,6 +456,10 @@ def test_the_default_preamble_is_the_beginning_of_cores_prompts() -> None:
     assert plain.content == ("Q: Context information is below.\n---------------------\n",)
     (own,) = default_preamble(PromptTemplate("Read {context_str}, then {query_str}"), is_chat_model=True)
     assert own == Message("user", "Read ")
+    partial = PromptTemplate("You are {who}. {text}", template_var_mappings={"context_str": "text"})
+    assert default_preamble(partial.partial_format(who="a clerk"), is_chat_model=True)[0].content == (
+        "You are a clerk. ",
+    )
     with pytest.raises(InvalidSettingError, match="context_str"):
         default_preamble(PromptTemplate("Only {query_str}"), is_chat_model=True)
 

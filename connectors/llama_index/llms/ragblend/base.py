@@ -359,7 +359,8 @@ class _Formatter(MockLLM):
 
     def head(self, template: BasePromptTemplate) -> list[Message]:
         """What `predict` would send, up to the context."""
-        variables = {**dict.fromkeys(template.template_vars, ""), "context_str": _CONTEXT}
+        given = {*template.kwargs, *(template.template_var_mappings or {}).values()}
+        variables = {name: "" for name in template.template_vars if name not in given} | {"context_str": _CONTEXT}
         if self.is_chat_model:
             messages = _conversation(self._get_messages(template, **variables))
         else:
