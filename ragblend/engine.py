@@ -200,14 +200,14 @@ class RagBlend:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Decoder,
         tokenizer: PreTrainedTokenizerBase,
         store: KVStore | str | Path,
         settings: EngineSettings | None = None,
     ) -> None:
-        """Raises UnsupportedModelError, StoreError and InvalidSettingError."""
+        """Raises UnsupportedModelError, StoreError and InvalidSettingError. Engines that share a Decoder take turns."""
         self.settings = settings or EngineSettings()
-        self.decoder = Decoder(model)
+        self.decoder = model if isinstance(model, Decoder) else Decoder(model)
         self.tokenizer = tokenizer
         self.prompts = PromptTokenizer(tokenizer)
         self.fingerprint = hashlib.blake2b(
@@ -219,7 +219,7 @@ class RagBlend:
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
         self._precomputer = Precomputer(self.decoder, self.preamble_ids)
-        self._compute = threading.Lock()
+        self._compute = self.decoder.turn
         self._index = ChunkIndex()
         self._index_lock = threading.Lock()
         self._index_version = -1
@@ -259,7 +259,8 @@ class RagBlend:
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         opened = store if isinstance(store, KVStore) else KVStore(store, size_limit_bytes=size_limit_bytes)
         try:
-            engine = cls(loaded, tokenizer, opened, chosen)
+            decoder = Decoder(loaded, pack=not isinstance(model, tuple))
+            engine = cls(decoder, tokenizer, opened, chosen)
         except BaseException:
             if opened is not store:
                 opened.close()

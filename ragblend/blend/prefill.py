@@ -45,7 +45,7 @@ class Plan:
     known: the first `known` positions have exact KV in the cache already.
     reused: [tokens] bool; positions whose KV the source brings, in order. None of them is < known.
     settled: [tokens] bool; reused positions that stand in the very context they were computed in: never recomputed.
-    chunks: (start, stop) of every reused chunk.
+    chunks: (start, stop) of every reused chunk, in order; together they are the reused positions.
     question: (start, stop) of the tokens after the last chunk; may be empty.
     """
 
@@ -94,8 +94,7 @@ class Pass:
     def __post_init__(self) -> None:
         tokens = len(self.plan.ids)
         self.angles = self.decoder.angles(tokens)
-        self.reused_at = self.plan.reused.nonzero()[:, 0].to(self.decoder.device)
-        at = self.reused_at
+        at = self.plan.reused.nonzero()[:, 0].to(self.decoder.device)
         self._reused_angles = {kind: (cos[:, at], sin[:, at]) for kind, (cos, sin) in self.angles.items()}
         fresh = ~self.plan.reused
         fresh[: self.plan.known] = False
@@ -111,7 +110,11 @@ class Pass:
             if self.source is not None:
                 stored = self.source.layer(self._loaded)
                 key = self.decoder.rotate(self._loaded, stored.key, self._reused_angles)
-                self.cache.write(self._loaded, self.reused_at, key, stored.value)
+                taken = 0
+                for start, stop in self.plan.chunks:  # whole runs: several times faster than row by row
+                    run = slice(taken, taken + stop - start)
+                    self.cache.write(self._loaded, slice(start, stop), key[:, run], stored.value[:, run])
+                    taken = run.stop
             self._loaded += 1
 
     def narrow(self, keep: Tensor) -> None:

@@ -128,7 +128,11 @@ class QuestionAttention:
         positions = torch.tensor([*head[: self.question_tokens], *question])
         invisible = state.fresh.clone()
         invisible[positions] = False
-        rows = decoder.rows(positions, state.angles, invisible=invisible if bool(invisible.any()) else None)
+        if bool(invisible.any()):
+            state.cache.blank(invisible.nonzero()[:, 0])
+            rows = decoder.rows(positions, state.angles, invisible=invisible)
+        else:
+            rows = decoder.rows(positions, state.angles)
 
         first = min(int(self.band[0] * decoder.n_layers), decoder.n_layers - 1)
         last = max(first + 1, round(self.band[1] * decoder.n_layers))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from transformers.modeling_utils import AttentionInterface
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
+from ragblend.model.packed import can_pack, pack_linears
 from ragblend.model.rope import Angles, Rope, identity_angles
 
 _log = logging.getLogger(__name__)
@@ -78,6 +80,12 @@ class KVCache:
         else:
             self.keys[layer][0].index_copy_(1, positions, key)
             self.values[layer][0].index_copy_(1, positions, value)
+
+    def blank(self, positions: Tensor) -> None:
+        """Zero these positions in every layer: a masked key is multiplied by nothing, but 0 * NaN is NaN."""
+        at = positions.to(self._device)
+        for buffer in (*self.keys, *self.values):
+            buffer[0].index_fill_(1, at, 0.0)
 
     def read(self, layer: int, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Rotated key and value [kv_heads, rows, dim] at `positions`."""
@@ -132,7 +140,7 @@ class _Head:
 class Decoder:
     """A RoPE decoder-only causal LM, one layer and any set of rows at a time. Batch size is one throughout.
 
-    Not thread-safe: one pass at a time (the engine holds a lock).
+    Not thread-safe: one pass at a time. Whoever computes holds `turn`.
 
     Attributes:
         n_layers, context_window_tokens, vocab_size, dtype, device: what they say.
@@ -141,12 +149,14 @@ class Decoder:
             is no identity.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool = False) -> None:
         """Take over a loaded model.
 
         Args:
             model: a causal LM from transformers. Its attention implementation is set to ragblend's, which does what
                 "sdpa" does whenever transformers calls it with its own masks, so `model.generate` keeps working.
+            pack: lay the weights of its layers out for the CPU's matrix units, where that helps. The model still
+                computes the same, but can no longer be trained, converted or saved: for a model nobody else holds.
 
         Raises:
             UnsupportedModelError: it is not a RoPE decoder, or its layers give other results here than in its own
@@ -179,8 +189,9 @@ class Decoder:
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = self._embed_tokens.weight.dtype
         self.device: torch.device = self._embed_tokens.weight.device
-        self.shapes = self._probe(config)
+        self.turn = threading.Lock()
         self.fingerprint = _fingerprint(model, self.dtype)
+        self.shapes = self._probe(config, pack and can_pack(self.dtype, self.device))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -260,7 +271,7 @@ class Decoder:
     # -- load-time checks ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _probe(self, config: PreTrainedConfig) -> tuple[LayerShape, ...]:
+    def _probe(self, config: PreTrainedConfig, pack: bool) -> tuple[LayerShape, ...]:
         """Compare with the model's own forward on a short prompt and learn the layers' sizes.
 
         Also checks, layer by layer, that keys are rotated the way `rotate` rotates and that sliding layers ask for
@@ -270,6 +281,9 @@ class Decoder:
         name = type(self.model).__name__
         expected = self.model(input_ids=ids.to(self.device)[None], use_cache=False).logits[0].float()
 
+        if pack:
+            for layer in self._layers:
+                pack_linears(layer)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self.model.set_attn_implementation(ATTENTION_NAME)

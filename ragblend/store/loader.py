@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ragblend.errors import CorruptPayloadError
-from ragblend.kv import LayerKV
-from ragblend.store.payload import LayerShape, PayloadReader
+from ragblend.kv import LayerKV, LayerShape
+from ragblend.store.payload import PayloadReader
 
 
 class _Buffers:

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ragblend.errors import CorruptPayloadError, InvalidSettingError
-from ragblend.kv import ChunkKV, LayerKV
+from ragblend.kv import ChunkKV, LayerKV, LayerShape
 from ragblend.store import FORMAT_VERSION
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -38,14 +38,6 @@ _MAX_HEADER_BYTES = 4 << 20  # ~200 B a layer are needed; more is a damaged leng
 _MAX_IOVECS = 1024  # Linux and macOS refuse longer scatter lists
 
 _T = TypeVar("_T")
-
-
-class LayerShape(NamedTuple):
-    """Sizes of one layer: key [kv_heads, tokens, key_dim], value [kv_heads, tokens, value_dim]."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
 
 
 class _Header(NamedTuple):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from ragblend.errors import CorruptPayloadError, InvalidSettingError
-from ragblend.kv import LayerKV
+from ragblend.kv import LayerKV, LayerShape
 from ragblend.store import payload
-from ragblend.store.payload import LayerShape, PayloadReader, encode
+from ragblend.store.payload import PayloadReader, encode
 
 KEY = "5eed" * 16
 

@@ -1,0 +1,271 @@
+"""Time to first token, decode rate and ingest rate of every strategy, interleaved in one process.
+
+Everything is measured from the prompt *string*: tokenising, finding the chunks, reading the store are all in it. The
+strategies take turns on each question, so that a machine that slows down slows them all; medians are reported.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragblend.engine import RagBlend
+from ragblend.errors import InvalidSettingError
+from ragblend.evaluation.strategies import Question, Strategy, orders, read_questions, strategies
+from ragblend.model.decoder import Decoder, PreTrainedModel, PreTrainedTokenizerBase
+from ragblend.model.generate import DecodeSettings, decode
+from ragblend.model.sources import load_model
+from ragblend.prompt.template import PromptTokenizer
+from ragblend.store.kvstore import KVStore
+
+ANSWER_TOKENS = 64  # the answer length for which total times are quoted
+
+
+def run(
+    *,
+    model: str,
+    data: Path,
+    chunks: int = 6,
+    chunk_tokens: int = 300,
+    limit: int = 10,
+    ratio: float = 0.15,
+    repeats: int = 1,
+    dtype: str = "auto",
+    decode_tokens: int = 24,
+    store: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Measure. All times are medians, in seconds.
+
+    Args:
+        data: a JSONL file of {question, answers, chunks}.
+        limit: questions to take; repeats: chunk orders to ask each in.
+        decode_tokens: tokens to decode for the decode rate.
+        store: folder for the KV store; a temporary one when None.
+        progress: called with (steps done, steps in all).
+
+    Returns:
+        {"strategies": {name: {...}}, "ingest": {...}, "store": {...}, "machine": {...}}; speedup is stock's ttft_s over
+        a strategy's own, rows_fraction the rows it computed over those of a full prefill.
+
+    Raises:
+        InvalidSettingError, ModelError, StoreError.
+    """
+    for name, value in (("chunks", chunks), ("chunk_tokens", chunk_tokens), ("limit", limit), ("repeats", repeats)):
+        if value < 1:
+            raise InvalidSettingError(f"{name} must be at least 1, got {value}")
+    with ExitStack() as stack:
+        stock, tokenizer = load_model(model, dtype=dtype)
+        driven, _ = load_model(model, dtype=dtype)
+        folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragblend-bench-")))
+        kv = stack.enter_context(KVStore(folder))
+        prompts = PromptTokenizer(tokenizer)
+        questions = read_questions(data, prompts, chunks=chunks, chunk_tokens=chunk_tokens, limit=limit)
+        compared = stack.enter_context(strategies(Decoder(driven, pack=True), tokenizer, kv, ratio))
+        total = len(questions) * (repeats + 2)
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+        bench = _Bench(stock, tokenizer, prompts, compared)
+        for question in questions:
+            bench.ingest(question)
+            step()
+        os.sync()  # only clean pages can be dropped for the cold runs
+        bench.warm_up(questions[0])
+        for number, question in enumerate(questions):
+            for order in orders(chunks, repeats, seed=number):
+                bench.ask(question.prompt(order), kv)
+                step()
+        for number, question in enumerate(questions):
+            if number < 3:
+                bench.decode(question.prompt(range(chunks)), decode_tokens)
+            step()
+        return bench.results(kv)
+
+
+class _Bench:
+    def __init__(
+        self,
+        stock: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: PromptTokenizer,
+        compared: list[Strategy],
+    ) -> None:
+        self._stock: Any = stock
+        self._tokenizer, self._prompts, self._compared = tokenizer, prompts, compared
+        self._times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._ingest_s: list[float] = []
+        self._prefill_s: list[float] = []
+        self._tokens: list[int] = []
+        self._new_tokens = 0
+        self._turn = 0
+
+    def ingest(self, question: Question) -> None:
+        """Ingest a question's chunks behind the preamble, and time the stock model's own forward over the same ids."""
+        engine = self._engine("blend")
+        for chunk in question.chunks:
+            ids = self._prompts.encode_text(chunk)
+            with torch.inference_mode():
+                started = time.perf_counter()
+                self._stock(input_ids=torch.tensor([ids], device=self._stock.device), use_cache=True, logits_to_keep=1)
+                stock_s = time.perf_counter() - started
+            report = engine.ingest([chunk])
+            if report.computed:
+                self._ingest_s.append(report.seconds)
+                self._prefill_s.append(stock_s)
+                self._new_tokens += report.tokens
+        self._engine("cacheblend").ingest(question.chunks)
+
+    def warm_up(self, question: Question) -> None:
+        """First calls pay for memory, threads and kernels; and the prefix caches learn the prompt's head."""
+        prompt = question.prompt(range(len(question.chunks)))
+        self._stock_ttft(prompt)
+        for strategy in self._compared:
+            self._ttft(strategy, prompt, keep=True)
+
+    def ask(self, prompt: str, store: KVStore) -> None:
+        """Every strategy once, in an order that rotates; then those that read the store from a cold page cache."""
+        takers: list[Strategy | None] = [None, *self._compared]
+        self._turn += 1
+        for i in range(len(takers)):
+            taker = takers[(i + self._turn) % len(takers)]
+            if taker is None:
+                self._times["stock"]["ttft_s"].append(self._stock_ttft(prompt))
+                self._times["stock"]["rows_fraction"].append(1.0)
+            else:
+                seconds, report = self._ttft(taker, prompt, keep=taker.name == "prefix")
+                times = self._times[taker.name]
+                times["ttft_s"].append(seconds)
+                times["rows_fraction"].append(report.rows_fraction)
+                for name in ("tokenise_s", "lookup_s", "load_s", "stall_s", "select_s", "prefill_s"):
+                    times[name].append(getattr(report, name))
+                self._tokens.append(report.prompt_tokens)
+        for taker in self._compared:
+            if taker.reads_store:
+                _drop_page_cache(store.directory.rglob("*.safetensors"))
+                self._times[taker.name]["cold_ttft_s"].append(self._ttft(taker, prompt, keep=False)[0])
+
+    def decode(self, prompt: str, tokens: int) -> None:
+        """Decode the same number of tokens behind the same prompt, stock and blended."""
+        ids = self._stock_ids(prompt)
+        first = self._generate(ids, 1)
+        self._times["stock"]["decode_token_s"].append((self._generate(ids, 1 + tokens) - first) / tokens)
+        blend = next(s for s in self._compared if s.name == "blend")
+        ready = blend.engine.prefill(prompt, ratio=blend.ratio, max_tokens=tokens + 2)
+        steps = decode(
+            blend.engine.decoder,
+            ready.cache,
+            ready.logits,
+            ready.ids,
+            DecodeSettings(max_tokens=tokens + 1),
+            (),
+            self._prompts.decode,
+        )
+        next(steps)
+        started = time.perf_counter()
+        decoded = sum(1 for _ in steps)
+        self._times["blend"]["decode_token_s"].append((time.perf_counter() - started) / max(1, decoded))
+
+    def results(self, store: KVStore) -> dict[str, Any]:
+        """Medians of everything."""
+        rows: dict[str, dict[str, float]] = {}
+        for name, times in self._times.items():
+            row = {key: statistics.median(values) for key, values in times.items()}
+            row.setdefault("cold_ttft_s", row["ttft_s"])  # reads nothing: no page cache to be cold
+            rows[name] = row
+        for row in rows.values():
+            row["speedup"] = rows["stock"]["ttft_s"] / row["ttft_s"]
+            if "decode_token_s" in row:
+                row["decode_tokens_per_s"] = 1.0 / row["decode_token_s"]
+                row[f"answer_{ANSWER_TOKENS}_tokens_s"] = row["ttft_s"] + (ANSWER_TOKENS - 1) * row["decode_token_s"]
+        engine = self._engine("blend")
+        stats = store.stats()
+        raw = engine.decoder.kv_bytes_per_token
+        return {
+            "strategies": rows,
+            "ingest": {
+                "tokens_per_s": self._new_tokens / sum(self._ingest_s) if self._ingest_s else None,
+                "stock_prefill_tokens_per_s": self._new_tokens / sum(self._prefill_s) if self._prefill_s else None,
+                "median_ratio": statistics.median(s / i for s, i in zip(self._prefill_s, self._ingest_s, strict=True))
+                if self._ingest_s
+                else None,
+            },
+            "store": {
+                "bytes": stats.bytes,
+                "tokens": stats.tokens,
+                "bytes_over_kv": stats.bytes / (stats.tokens * raw) if stats.tokens else None,
+            },
+            "machine": {
+                "device": str(engine.decoder.device),
+                "dtype": str(engine.decoder.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            },
+            "prompt_tokens": statistics.median(self._tokens),
+        }
+
+    def _engine(self, name: str) -> RagBlend:
+        return next(s.engine for s in self._compared if s.name == name)
+
+    def _ttft(self, strategy: Strategy, prompt: str, *, keep: bool) -> tuple[float, Any]:
+        started = time.perf_counter()
+        stream = strategy.engine.stream(prompt, ratio=strategy.ratio, max_tokens=2)
+        next(stream, None)
+        seconds = time.perf_counter() - started
+        if keep:
+            stream.close()
+        return seconds, stream.report
+
+    def _stock_ids(self, prompt: str) -> torch.Tensor:
+        text = prompt
+        if self._prompts.has_template:
+            messages = [{"role": "user", "content": prompt}]
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        encoded = self._tokenizer(text, add_special_tokens=not self._prompts.has_template, return_tensors="pt")
+        ids: torch.Tensor = encoded.input_ids.to(self._stock.device)
+        return ids
+
+    def _stock_ttft(self, prompt: str) -> float:
+        started = time.perf_counter()
+        ids = self._stock_ids(prompt)
+        self._generate(ids, 1)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def _generate(self, ids: torch.Tensor, tokens: int) -> float:
+        started = time.perf_counter()
+        self._stock.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=self._tokenizer.eos_token_id,
+        )
+        return time.perf_counter() - started
+
+
+def _drop_page_cache(files: Iterable[Path]) -> None:
+    """Make the next read come from the disk, where the system lets us."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
