@@ -28,7 +28,7 @@ from ragblend.report import BlendReport
 STORE = Path(__file__).parent / ".ragblend" / "demo"
 README_CHARS = range(800, 200_000)  # shorter ones say nothing, longer ones are change logs
 READ_CHARS = 2_200  # of each: its beginning says what it is for, and ingesting all takes a minute or two
-TOP_K = 6
+TOP_K = 8
 QUESTIONS = [
     "Where does the name tqdm come from?",
     "What is the sortedcontainers library written in?",
@@ -90,7 +90,7 @@ def main(store: Path) -> None:
             print(f"  sources: {', '.join(node.node.metadata['document'] for node in nodes)}")
             orders = {"as retrieved": nodes, "reversed": nodes[::-1], "rotated": nodes[2:] + nodes[:2]}
             for order, ordered in orders.items():
-                answer, blend = ask(kb, question, ordered, max_tokens=40, repetition_penalty=1.1)
+                answer, blend = ask(kb, question, ordered, max_tokens=40)
                 _, full = ask(kb, question, ordered, max_tokens=1, ratio=1.0)
                 speedups.append(full.ttft_s / blend.ttft_s)
                 print(f"  {order}: {answer}")

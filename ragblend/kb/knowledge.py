@@ -274,7 +274,8 @@ class KnowledgeBase:
         return [piece for piece in pieces if piece.text]
 
     def _prefill(self, texts: Sequence[str], at_work: Callable[[float], None]) -> IngestReport:
-        return self.engine.ingest(texts, progress=lambda count: at_work(count / len(texts)))
+        # One more step than texts: vectors and the commit are still to come.
+        return self.engine.ingest(texts, progress=lambda count: at_work(count / (len(texts) + 1)))
 
     def _prefill_lacking(self, document: str, at_work: Callable[[float], None]) -> list[IngestReport]:
         """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since."""

@@ -47,5 +47,5 @@ def test_llamaindex_app(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("embedding_model")
 def test_demo(tiny_model: Path, tmp_path: Path) -> None:
     out = run("demo.py", tmp_path / "store", RAGBLEND_MODEL=str(tiny_model))
-    assert out.count("6 of 6 chunks reused") == 15
+    assert out.count("8 of 8 chunks reused") == 15
     assert "15 prompts" in out
