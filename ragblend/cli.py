@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _SKIPPED, _FAILED, _INTERRUPTED = 3, 1, 130
+_COLUMNS = ("ttft_s", "cold_ttft_s", "speedup", "rows_fraction", "decode_tokens_per_s")
 
 app = typer.Typer(
     name="ragblend",
@@ -350,9 +351,9 @@ def _ratio(value: str | None) -> float | str | None:
 def _table(result: dict[str, Any]) -> object:
     from rich.table import Table
 
-    table = Table(title=f"Time to first token, {result.get('model', '')}")
+    table = Table(title="Time to first token, medians; --json has all the numbers")
     strategies: dict[str, dict[str, Any]] = result["strategies"]
-    columns = list(dict.fromkeys(name for numbers in strategies.values() for name in numbers))
+    columns = [name for name in _COLUMNS if any(name in numbers for numbers in strategies.values())]
     table.add_column("strategy")
     for column in columns:
         table.add_column(column, justify="right")

@@ -64,7 +64,7 @@ class EngineSettings:
     ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
     selector: which tokens those are.
     prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
-    reuse_blended: also keep blended KV, under its own root, for prompts that go on from an earlier one (chat turns).
+    reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
     learn: store the KV of chunks that were missed, after the answer.
 
     Raises:
@@ -419,11 +419,10 @@ class RagBlend:
         The last token is always computed: its logits are what a prefill is for.
         """
         exact_root = self.fingerprint.encode()
-        exact = self.prefix_cache.find(exact_root, ids[:-1])
-        if root != exact_root and self.prefix_cache.find(root, ids[:-1]) > exact:
-            return self.prefix_cache.fetch(root, ids[:-1], cache), exact
         exact = self.prefix_cache.fetch(exact_root, ids[:-1], cache)
-        return exact, exact
+        if root == exact_root:
+            return exact, exact
+        return self.prefix_cache.fetch_whole(root, ids[:-1], cache, longer_than=exact) or exact, exact
 
     def _blend(
         self,
@@ -545,12 +544,14 @@ class RagBlend:
 
     def _after(self, ready: Ready, token_ids: Sequence[int]) -> None:
         """What an answer leaves behind: its prefix in RAM, its misses to be learned. Off the critical path."""
-        ids = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
         exact_root = self.fingerprint.encode()
-        all_exact = ready.exact_tokens == len(ready.ids)
-        self.prefix_cache.keep(exact_root, ids if all_exact else ids[: ready.exact_tokens], ready.cache)
-        if not all_exact and self.settings.reuse_blended:
-            self.prefix_cache.keep(ready.root, ids, ready.cache)
+        with_answer = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
+        if ready.exact_tokens == len(ready.ids):
+            self.prefix_cache.keep(exact_root, with_answer, ready.cache)
+        else:
+            self.prefix_cache.keep(exact_root, ready.ids[: ready.exact_tokens], ready.cache)
+            if self.settings.reuse_blended:
+                self.prefix_cache.keep_whole(ready.root, ready.ids, ready.cache)
         for miss in ready.misses:
             self._learn(miss)
 

@@ -3,6 +3,10 @@
 A prompt is cut into blocks of ids. A block's hash covers its own ids and the hash of everything before it, so equal
 hashes mean equal prefixes. The chain starts at a *root* that names what the KV is: exact KV has one root; blended KV,
 an approximation, lives under another one for each way of making it, and can never be taken for exact.
+
+Exact KV is shared block by block. Blended KV was made for one question, so it is only found by prompts that go on from
+the whole of an earlier one, question included (the next turn of a chat, the same prompt again); another question behind
+the same chunks is blended anew.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive blocks that were kept together. keys[i], values[i]: [kv_heads, tokens, dim] of layer i, rotated."""
+    """Consecutive blocks kept together. keys[i], values[i]: [kv_heads, tokens, dim] of layer i, rotated.
+
+    hashes: under which its blocks are found: each block's own, or the last one's alone for a whole prompt.
+    """
 
     hashes: tuple[bytes, ...]
     keys: tuple[Tensor, ...]
@@ -47,17 +54,11 @@ class PrefixCache:
         """Bytes of keys and values held."""
         return self._bytes
 
-    def find(self, root: bytes, ids: Tensor) -> int:
-        """How many leading tokens of ids [tokens] are held under this root."""
-        with self._lock:
-            return len(self._held(_chain(root, ids))) * BLOCK_TOKENS
-
     def fetch(self, root: bytes, ids: Tensor, cache: KVCache) -> int:
-        """Copy the longest held prefix of `ids` into positions 0.. of `cache`; the number of tokens copied."""
+        """Copy the longest held prefix of ids [tokens] into positions 0.. of `cache`; the number of tokens copied."""
         with self._lock:
-            held = self._held(_chain(root, ids))
             pieces: list[tuple[_Run, int, int]] = []  # run, first block, one past the last
-            for first, block in held:
+            for first, block in self._held(_chain(root, ids)):
                 if pieces and pieces[-1][0].hashes[0] == first and pieces[-1][2] == block:
                     pieces[-1] = (pieces[-1][0], pieces[-1][1], block + 1)
                 else:
@@ -66,22 +67,43 @@ class PrefixCache:
         position = 0
         for run, start, stop in pieces:
             tokens = slice(start * BLOCK_TOKENS, stop * BLOCK_TOKENS)
-            at = slice(position, position + tokens.stop - tokens.start)
-            for layer, (key, value) in enumerate(zip(run.keys, run.values, strict=True)):
-                cache.write(layer, at, key[:, tokens], value[:, tokens])
-            position = at.stop
+            position = _copy(run, tokens, cache, position)
         return position
 
     def keep(self, root: bytes, ids: Tensor, cache: KVCache) -> None:
-        """Hold the KV of ids [tokens], which is in positions 0.. of `cache`, under this root. Whole blocks only."""
+        """Hold the KV of ids [tokens], which is in positions 0.. of `cache`, under this root. Full blocks only."""
         chain = _chain(root, ids)
         with self._lock:
             new = len(self._held(chain))
-        hashes = tuple(chain[new:])
-        at = slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS)
+        self._add(tuple(chain[new:]), slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache)
+
+    def fetch_whole(self, root: bytes, ids: Tensor, cache: KVCache, longer_than: int) -> int:
+        """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found."""
+        chain = _chain(root, ids)
+        with self._lock:
+            blocks = next((n for n in range(len(chain), 0, -1) if chain[n - 1] in self._runs), 0)
+            if blocks * BLOCK_TOKENS <= longer_than:
+                return 0
+            run = self._runs[chain[blocks - 1]]
+            self._runs.move_to_end(chain[blocks - 1])
+        return _copy(run, slice(0, blocks * BLOCK_TOKENS), cache, 0)
+
+    def keep_whole(self, root: bytes, ids: Tensor, cache: KVCache) -> None:
+        """Hold the KV of a whole prompt, ids [tokens], to be found only by prompts that begin with all of it."""
+        chain = _chain(root, ids)
+        self._add(tuple(chain[-1:]), slice(0, len(chain) * BLOCK_TOKENS), cache)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._runs.clear()
+            self._where.clear()
+            self._bytes = 0
+
+    def _add(self, hashes: tuple[bytes, ...], at: slice, cache: KVCache) -> None:
         row_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*cache.keys, *cache.values))
-        n_bytes = row_bytes * len(hashes) * BLOCK_TOKENS
-        if not hashes or n_bytes > self._limit:
+        n_bytes = row_bytes * (at.stop - at.start)
+        if not hashes or n_bytes > self._limit or hashes[0] in self._where:
             return
         keys = tuple(layer[0, :, at].clone() for layer in cache.keys)
         values = tuple(layer[0, :, at].clone() for layer in cache.values)
@@ -97,13 +119,6 @@ class PrefixCache:
             self._where.update((h, (hashes[0], i)) for i, h in enumerate(hashes))
             self._bytes += n_bytes
 
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._runs.clear()
-            self._where.clear()
-            self._bytes = 0
-
     def _held(self, chain: list[bytes]) -> list[tuple[bytes, int]]:
         held = []
         for block in chain:
@@ -114,7 +129,16 @@ class PrefixCache:
         return held
 
 
+def _copy(run: _Run, tokens: slice, cache: KVCache, position: int) -> int:
+    """Put these tokens of a run at `position`; where they end."""
+    stop = position + int(tokens.stop - tokens.start)
+    for layer, (key, value) in enumerate(zip(run.keys, run.values, strict=True)):
+        cache.write(layer, slice(position, stop), key[:, tokens], value[:, tokens])
+    return stop
+
+
 def _chain(root: bytes, ids: Tensor) -> list[bytes]:
+    """The hash of each full block of ids [tokens]."""
     raw = ids.contiguous().numpy().astype("<i8").tobytes()
     step = BLOCK_TOKENS * 8
     chain = []

@@ -130,13 +130,23 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 def _searched(message: Message, index: ChunkIndex | None) -> Message:
     # Joined first: a chunk's text may run over the border of two strings.
-    parts = joined_parts(message.content)
+    parts = joined_parts(piece for part in message.content for piece in _bare(part))
     if index is None:
         return Message(message.role, parts)
     found: list[str | Chunk] = []
     for part in parts:
         found += index.split(part) if isinstance(part, str) else [part]
     return Message(message.role, found)
+
+
+def _bare(part: str | Chunk) -> list[str | Chunk]:
+    """A chunk without its outer white space, which is glue: chunks are stored without, and it must not hide them."""
+    if isinstance(part, str) or part.text == (bare := part.text.strip()):
+        return [part]
+    if not bare:
+        return [part.text]
+    start = part.text.index(bare)
+    return [part.text[:start], Chunk(bare), part.text[start + len(bare) :]]
 
 
 def _text_of(part: str | Chunk) -> str:

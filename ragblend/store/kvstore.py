@@ -294,6 +294,10 @@ class KVStore:
 
     Any number of threads and processes may use one folder at once. Readers wait for nobody: where the index is locked
     or the disk full, they read without updating the LRU order.
+
+    Attributes:
+        directory, size_limit_bytes: what they say.
+        epoch: random name of this store, from its making to its deletion; for callers that remember having filled it.
     """
 
     def __init__(self, directory: str | Path, *, size_limit_bytes: int | None = None, create: bool = True) -> None:
@@ -320,10 +324,12 @@ class KVStore:
         self._closed = False
         self._kv_directory = self.directory / "kv"
         with self._typed_errors("open"):
-            known_limit = _claim(self.directory, create)
-            limit = size_limit_bytes or known_limit or _default_limit_bytes(self.directory)
-            if limit != known_limit:
-                _write_marker(self.directory, limit)
+            known = _claim(self.directory, create)
+            limit = size_limit_bytes or known.size_limit_bytes or _default_limit_bytes(self.directory)
+            if limit != known.size_limit_bytes or not known.epoch:
+                _write_marker(self.directory, limit, known.epoch or os.urandom(16).hex())
+                known = _claim(self.directory, create)  # another process may have been making this very store
+            self.epoch = known.epoch
             self.size_limit_bytes = limit
             self._kv = _Cache(self._kv_directory, policy="least-recently-used")
             self._kv.payload_limit_bytes = limit
@@ -766,8 +772,13 @@ def _write_file(path: Path, data: bytes) -> None:
             rest = rest[file.write(rest) :]
 
 
-def _claim(directory: Path, create: bool) -> int | None:
-    """Make sure the folder is a store of our format, or may become one. The size limit it was last opened with."""
+class _Marker(NamedTuple):
+    size_limit_bytes: int | None
+    epoch: str
+
+
+def _claim(directory: Path, create: bool) -> _Marker:
+    """Make sure the folder is a store of our format, or may become one. What its marker says, as far as it does."""
     if not directory.exists() and not create:
         raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
     if directory.exists() and not directory.is_dir():
@@ -783,10 +794,10 @@ def _claim(directory: Path, create: bool) -> int | None:
             )
         if not create:
             raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
-        return None
+        return _Marker(None, "")
     try:
         note = json.loads(marker.read_bytes())
-        version, limit = note["format"], note.get("size_limit_bytes")
+        version, limit, epoch = note["format"], note.get("size_limit_bytes"), note.get("epoch")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise StoreFormatError(f"{marker} is not readable: choose another folder, or delete this one") from None
     if version != FORMAT_VERSION:
@@ -794,13 +805,14 @@ def _claim(directory: Path, create: bool) -> int | None:
             f"the store in {directory} has format {version!r:.20}, this version of ragblend uses {FORMAT_VERSION}: "
             "choose another folder, or delete this one and ingest again"
         )
-    return limit if type(limit) is int and limit > 0 else None
+    return _Marker(limit if type(limit) is int and limit > 0 else None, epoch if isinstance(epoch, str) else "")
 
 
-def _write_marker(directory: Path, size_limit_bytes: int) -> None:
+def _write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
     temporary = directory / f".{_MARKER}.{os.getpid()}.{threading.get_ident()}"
     try:
-        temporary.write_text(json.dumps({"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes}) + "\n")
+        note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
+        temporary.write_text(json.dumps(note) + "\n")
         os.replace(temporary, directory / _MARKER)
     finally:
         temporary.unlink(missing_ok=True)

@@ -409,12 +409,18 @@ def test_nothing_can_be_pickled_in_or_out(store):
 
 
 def test_marker(tmp_path):
-    with KVStore(tmp_path / "a" / "b", size_limit_bytes=10_000):
-        pass
+    with KVStore(tmp_path / "a" / "b", size_limit_bytes=10_000) as store:
+        epoch = store.epoch
     assert json.loads((tmp_path / "a" / "b" / "ragblend.json").read_text()) == {
         "format": 1,
         "size_limit_bytes": 10_000,
+        "epoch": epoch,
     }
+    with KVStore(tmp_path / "a" / "b", size_limit_bytes=20_000) as store:
+        assert store.epoch == epoch
+    with KVStore(tmp_path / "other") as store:
+        assert len(store.epoch) == 32
+        assert store.epoch != epoch
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [
         "kv",
         "ragblend.json",

@@ -49,7 +49,7 @@ class KVPrefill(TransformComponent):
             )
         chosen = engine if llm is None else llm.engine
         assert chosen is not None
-        fields = {"model_fingerprint": _fingerprint(chosen), "store_epoch": _store_epoch(chosen)}
+        fields = {"model_fingerprint": _fingerprint(chosen), "store_epoch": chosen.store.epoch}
         super().__init__(**fields)
         self._engine = chosen
 
@@ -103,16 +103,3 @@ def _text(node: BaseNode) -> str:
 def _fingerprint(engine: RagBlend) -> str:
     preamble = ",".join(map(str, engine.preamble_ids))
     return hashlib.blake2b(f"{engine.fingerprint}:{preamble}".encode(), digest_size=16).hexdigest()
-
-
-def _store_epoch(engine: RagBlend) -> str:
-    """Changes when the store's folder is deleted and made again.
-
-    The store makes its lock file once and never writes to it, so that inode and time are those of the store's making.
-    The folder's own inode would not do: file systems give it out again at once.
-    """
-    folder = engine.store.directory
-    lock = folder / "ragblend.lock"
-    made = lock.stat() if lock.exists() else folder.stat()
-    stamp = f"{made.st_dev}:{made.st_ino}:{made.st_mtime_ns if lock.exists() else made.st_ctime_ns}"
-    return hashlib.blake2b(stamp.encode(), digest_size=16).hexdigest()
