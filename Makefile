@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One JSON object a line: question, answer, paragraphs (MuSiQue's own format).
-DATA ?= musique_dev.jsonl
+# One JSON object a line: question, answers, chunks.
+DATA ?= questions.jsonl
 # By name, since folders above them belong to llama_index and must stay without an __init__.py.
 CONNECTORS := $(shell cd connectors && find llama_index -name __init__.py | sort | xargs -n 1 dirname | tr / .)
 
@@ -25,7 +25,7 @@ check: $(STAMP)
 	$(BIN)/mypy -p ragblend $(addprefix -p ,$(CONNECTORS))
 
 bench: $(STAMP)
-	@test -f "$(DATA)" || { echo "no file $(DATA): make bench DATA=path/to/musique_dev.jsonl" >&2; exit 1; }
+	@test -f "$(DATA)" || { echo "no file $(DATA): make bench DATA=path/to/questions.jsonl" >&2; exit 1; }
 	$(BIN)/ragblend bench ttft --data "$(DATA)"
 
 # torch comes first and alone, so that a build of it chosen beforehand (say, CPU only) is kept.

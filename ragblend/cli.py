@@ -221,7 +221,12 @@ def verify(
 
 @bench.command()
 def ttft(
-    data: Annotated[Path, typer.Option(metavar="FILE", help="MuSiQue: one JSON object a line.", show_default=False)],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Questions, one JSON object a line: question, answers, chunks.", show_default=False
+        ),
+    ],
     chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
     limit: Annotated[int, typer.Option(help="Questions to ask.")] = 10,
@@ -242,13 +247,11 @@ def ttft(
 
     Example:
 
-    - ragblend bench ttft --data musique_dev.jsonl --chunks 6 --chunk-tokens 300 --limit 10 --json
+    - ragblend bench ttft --data questions.jsonl --chunks 6 --chunk-tokens 300 --limit 10 --json
     """
     with _reporting(as_json) as say:
         if not data.is_file():
-            raise InvalidSettingError(
-                f"there is no file {data}: --data takes MuSiQue questions, one JSON object a line"
-            )
+            raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
         from ragblend.evaluation.ttft import run
         from ragblend.model.sources import DEFAULT_MODEL
 

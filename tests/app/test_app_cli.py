@@ -350,3 +350,26 @@ def test_every_command_takes_store_model_and_json(cli: Cli, command: str) -> Non
     assert shown.code == 0
     for option in ("--store", "--model", "--json"):
         assert option in shown.out
+
+
+def questions(path: Path) -> Path:
+    """Two questions in the benchmark's format."""
+    chunks = [f"Place {i} has a bridge of {i} metres, and people cross it. " * 12 for i in range(6)]
+    rows = [{"id": f"{i}", "question": f"Which is {i} long?", "answers": ["one"], "chunks": chunks} for i in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_bench_ttft(cli: Cli, tmp_path: Path) -> None:
+    data = questions(tmp_path / "questions.jsonl")
+    args = ["bench", "ttft", "--data", data, "--chunks", "2", "--chunk-tokens", "60", "--limit", "1"]
+    done = cli(*args, "--decode-tokens", "4", "--json")
+    assert done.code == 0, done.err
+    strategies = done.json["strategies"]
+    assert {"stock", "full", "prefix", "reuse", "cacheblend", "blend"} == set(strategies)
+    for numbers in strategies.values():
+        assert {"ttft_s", "cold_ttft_s", "speedup", "rows_fraction"} <= set(numbers)
+    shown = cli(*args, "--decode-tokens", "4")
+    assert shown.code == 0
+    assert "cacheblend" in shown.out
+    assert "speedup" in shown.out
