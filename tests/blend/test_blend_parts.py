@@ -1,0 +1,115 @@
+"""The loading controller and the prefix cache on their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ragblend.blend.controller import LoadingController
+from ragblend.blend.prefix import BLOCK_TOKENS, PrefixCache
+from ragblend.blend.selectors import HKVD, QuestionAttention
+from ragblend.errors import InvalidSettingError
+from ragblend.kv import LayerShape
+from ragblend.model.decoder import KVCache
+
+
+def test_controller_recomputes_what_hides_behind_loading() -> None:
+    controller = LoadingController(floor=0.15)
+    asked = {"reused_tokens": 1000, "reused_bytes": 1_000_000, "fresh_tokens": 100, "n_layers": 10}
+    assert controller.ratio(**asked) == 0.15  # nothing measured yet
+    # 1 ms a row-layer and 1 us a byte: 1 s of loading hides 100 rows over 10 layers, which the fresh ones fill.
+    controller.observe(bytes_read=1_000_000, load_s=1.0, row_layers=1000, compute_s=1.0)
+    assert controller.ratio(**asked) == 0.15
+    for _ in range(60):  # a store ten times slower: 1000 rows hide, 900 beside the fresh ones
+        controller.observe(bytes_read=1_000_000, load_s=10.0, row_layers=1000, compute_s=1.0)
+    assert controller.ratio(**asked) == pytest.approx(0.9, abs=0.01)
+    for _ in range(60):
+        controller.observe(bytes_read=1_000_000, load_s=100.0, row_layers=1000, compute_s=1.0)
+    assert controller.ratio(**asked) == 1.0
+    assert controller.ratio(**{**asked, "reused_tokens": 0}) == 0.15
+
+
+SHAPES = [LayerShape(2, 4, 6), LayerShape(1, 8, 8)]
+
+
+def filled(ids: torch.Tensor, salt: float) -> KVCache:
+    """A cache whose values say which prefix they belong to."""
+    cache = KVCache(SHAPES, len(ids) + 3, torch.float32, torch.device("cpu"))
+    running = torch.cumsum(ids.float() * torch.arange(1, len(ids) + 1), 0) + salt
+    for layer, shape in enumerate(SHAPES):
+        mark = running[None, :, None] * (layer + 1)
+        cache.write(
+            layer,
+            slice(0, len(ids)),
+            mark.expand(shape.kv_heads, -1, shape.key_dim),
+            -mark.expand(shape.kv_heads, -1, shape.value_dim),
+        )
+    return cache
+
+
+def agrees(cache: KVCache, expected: KVCache, tokens: int) -> bool:
+    at = slice(0, tokens)
+    return all(
+        torch.equal(got, want)
+        for layer in range(len(SHAPES))
+        for got, want in zip(cache.read(layer, at), expected.read(layer, at), strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prefix_cache_gives_back_what_was_kept_or_nothing(seed: int) -> None:
+    generator = random.Random(seed)
+    blocks = [torch.tensor([generator.randrange(50) for _ in range(BLOCK_TOKENS)]) for _ in range(3)]
+    cache = PrefixCache(limit_bytes=40_000)
+    kept: dict[bytes, list[torch.Tensor]] = {b"exact": [], b"whole": []}
+    for _ in range(150):
+        ids = torch.cat([generator.choice(blocks) for _ in range(generator.randrange(1, 6))])
+        ids = torch.cat([ids, torch.tensor([1] * generator.randrange(BLOCK_TOKENS), dtype=torch.int64)])
+        room = KVCache(SHAPES, len(ids), torch.float32, torch.device("cpu"))
+        exact = cache.fetch(b"exact", ids, room)
+        assert exact % BLOCK_TOKENS == 0
+        assert agrees(room, filled(ids, 0.0), exact)
+        known = max((_shared(ids, other) for other in kept[b"exact"]), default=0)
+        assert exact <= known // BLOCK_TOKENS * BLOCK_TOKENS
+        whole = cache.fetch_whole(b"whole", ids, room, longer_than=exact)
+        if whole:
+            assert whole > exact
+            assert agrees(room, filled(ids, 0.5), whole)
+            assert any(
+                len(o) // BLOCK_TOKENS * BLOCK_TOKENS == whole == _shared(ids, o[:whole]) for o in kept[b"whole"]
+            )
+        if generator.random() < 0.5:
+            cache.keep(b"exact", ids, filled(ids, 0.0))
+            kept[b"exact"].append(ids)
+        else:
+            cache.keep_whole(b"whole", ids, filled(ids, 0.5))
+            kept[b"whole"].append(ids)
+        assert cache.n_bytes <= 40_000
+    cache.clear()
+    assert cache.n_bytes == 0
+    assert cache.fetch(b"exact", ids, room) == 0
+
+
+def _shared(a: torch.Tensor, b: torch.Tensor) -> int:
+    n = min(len(a), len(b))
+    different = (a[:n] != b[:n]).nonzero()
+    return int(different[0]) if len(different) else n
+
+
+def test_selector_parameters_are_checked() -> None:
+    for bad in ({"by": "x"}, {"check_layer": 0}, {"layers": 0}, {"slack": 0.5}):
+        with pytest.raises(InvalidSettingError):
+            HKVD(**bad)  # type: ignore[arg-type]
+    for bad in ({"band": (0.5, 0.5)}, {"band": (-0.1, 0.5)}, {"question_tokens": 0}):
+        with pytest.raises(InvalidSettingError):
+            QuestionAttention(**bad)  # type: ignore[arg-type]
+
+
+def test_gradual_filtering_ends_at_the_ratio() -> None:
+    shares = list(HKVD(layers=4, slack=2.0).schedule(0.15).values())
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(0.3)
+    assert shares[-1] == pytest.approx(0.15)
+    assert HKVD().schedule(0.15) == {1: 0.15}

@@ -1,0 +1,88 @@
+"""Block attention of selected rows equals dense masked attention, whatever the rows, window, groups and softcap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragblend.model.attention import AttentionProbe, CausalRows, attend
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, rows: CausalRows, window: int | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The definition: every logit, one mask, softmax. Returns (output, weights [heads, rows, keys])."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    keys = torch.arange(k.shape[2])
+    seen = keys[None] <= rows.positions[:, None]
+    if window is not None:
+        seen &= keys[None] > rows.positions[:, None] - window
+    if rows.invisible is not None:
+        seen &= ~rows.invisible[None, : k.shape[2]]
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2), weights[0]
+
+
+ROWS = {
+    "all": list(range(200)),
+    "one": [137],
+    "first": [0],
+    "suffix": list(range(60, 200)),
+    "scattered": [0, 1, 5, *range(30, 50), 77, 90, *range(120, 130), 199],
+    "every third": list(range(2, 200, 3)),
+    "a block and one": [*range(0, 128, 2), 199],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("window", [None, 16, 500])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize("probe", [False, True])
+def test_equals_dense_attention(name: str, window: int | None, softcap: float | None, hide: bool, probe: bool) -> None:
+    generator = torch.Generator().manual_seed(len(name))
+    q = torch.randn(1, 6, len(ROWS[name]), 16, generator=generator)
+    k, v = (torch.randn(1, 2, 210, 16, generator=generator) for _ in range(2))
+    positions = torch.tensor(ROWS[name])
+    invisible = None
+    if hide:
+        invisible = torch.zeros(210, dtype=torch.bool)
+        invisible[[3, 40, 41, 42]] = True
+        invisible[positions] = False  # a row always sees itself
+    mass = torch.zeros(210)
+    first_row = len(positions) // 2
+    rows = CausalRows(positions, torch.device("cpu"), invisible, AttentionProbe(first_row, mass) if probe else None)
+    expected, weights = dense(q, k, v, rows, window, softcap)
+    for _ in range(2):  # the second time the kept masks are used
+        mass.zero_()
+        got, _ = attend(Layer(), q, k, v, rows, sliding_window=window, softcap=softcap)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        if probe:
+            torch.testing.assert_close(mass, weights[:, first_row:].sum((0, 1)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_block_never_looks_past_its_last_row() -> None:
+    rows = CausalRows(torch.arange(0, 1000, 3), torch.device("cpu"))
+    blocks = list(rows.blocks(None, torch.float32))
+    assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
+    assert (blocks[0].start, blocks[-1].stop) == (0, len(rows))
+    for block in blocks:
+        assert block.key_stop == int(rows.positions[block.stop - 1]) + 1
+        assert block.mask is not None
+        assert block.mask.shape == (block.stop - block.start, block.key_stop - block.key_start)
+
+
+def test_unknown_attention_features_are_not_ignored() -> None:
+    rows = CausalRows(torch.tensor([0]), torch.device("cpu"))
+    one = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(NotImplementedError, match="s_aux"):
+        attend(Layer(), one, one, one, rows, s_aux=torch.zeros(1))
