@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,13 +135,24 @@ class QuestionAttention:
         else:
             rows = decoder.rows(positions, state.angles)
 
-        first = min(int(self.band[0] * decoder.n_layers), decoder.n_layers - 1)
-        last = max(first + 1, round(self.band[1] * decoder.n_layers))
+        asked = self.layers(decoder.windows, tokens)
         mass = torch.zeros(tokens, device=decoder.device)
         probing = rows.probing(AttentionProbe(len(positions) - len(question), mass))
         hidden = decoder.embed(plan.ids[positions])
-        for i in range(last):
+        for i in range(max(asked) + 1):
             state.load(i)
-            hidden = decoder.layer(i, hidden, probing if i >= first else rows, state.cache)
+            hidden = decoder.layer(i, hidden, probing if i in asked else rows, state.cache)
             state.row_layers += len(positions)
         return mass.cpu()
+
+    def layers(self, windows: Sequence[int | None], tokens: int) -> frozenset[int]:
+        """The layers asked: those of the band that see the whole prompt.
+
+        A layer with a sliding window says nothing about what lies before it. Where the band has no other, the next
+        layer that sees everything is asked, and where the model has none, the band as it is.
+        """
+        n_layers = len(windows)
+        first = min(int(self.band[0] * n_layers), n_layers - 1)
+        band = range(first, max(first + 1, round(self.band[1] * n_layers)))
+        seeing = [i for i in range(first, n_layers) if windows[i] is None or (windows[i] or 0) >= tokens]
+        return frozenset([i for i in seeing if i in band] or seeing[:1] or band)

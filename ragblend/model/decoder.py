@@ -145,6 +145,7 @@ class Decoder:
     Attributes:
         n_layers, context_window_tokens, vocab_size, dtype, device: what they say.
         shapes: LayerShape of each layer.
+        windows: tokens each layer attends over, itself included; None for all of the past.
         fingerprint: digest of config, dtype and every weight; names this model in chunk keys. A path or hub name
             is no identity.
     """
@@ -191,7 +192,7 @@ class Decoder:
         self.device: torch.device = self._embed_tokens.weight.device
         self.turn = threading.Lock()
         self.fingerprint = _fingerprint(model, self.dtype)
-        self.shapes = self._probe(config, pack and can_pack(self.dtype, self.device))
+        self.shapes, self.windows = self._probe(config, pack and can_pack(self.dtype, self.device))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -271,7 +272,7 @@ class Decoder:
     # -- load-time checks ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _probe(self, config: PreTrainedConfig, pack: bool) -> tuple[LayerShape, ...]:
+    def _probe(self, config: PreTrainedConfig, pack: bool) -> tuple[tuple[LayerShape, ...], tuple[int | None, ...]]:
         """Compare with the model's own forward on a short prompt and learn the layers' sizes.
 
         Also checks, layer by layer, that keys are rotated the way `rotate` rotates and that sliding layers ask for
@@ -313,7 +314,7 @@ class Decoder:
                 f"{name} gives other logits layer by layer than in its own forward (largest difference "
                 f"{difference:.3g} standard deviations): something between its layers is unknown to ragblend"
             )
-        return tuple(shapes)
+        return tuple(shapes), tuple(windows[i] for i in range(self.n_layers))
 
     def _check_rotation(self, index: int, hidden: Tensor, rows: Rows, rotated: Tensor) -> None:
         kind = self._rope.key_of(index)
