@@ -12,10 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from ragblend.errors import (
     InvalidSettingError,
     RagBlendError,
 )
+from ragblend.kv import ChunkKV
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
@@ -237,6 +240,7 @@ class RagBlend:
         dtype: str = "auto",
         device: str = "auto",
         size_limit_bytes: int | None = None,
+        pack: bool | None = None,
         **settings: Any,
     ) -> RagBlend:
         """Load a model and open a store.
@@ -247,6 +251,8 @@ class RagBlend:
             dtype: "auto" takes what is fastest here; it is part of what identifies a chunk's KV.
             device: "auto" takes a CUDA GPU where there is one.
             size_limit_bytes: bound for the store's payloads, when `store` is a folder.
+            pack: whether the model's weights may be laid out anew for speed (see Decoder); by default yes, unless the
+                model was handed over as a pair and may have other users.
             **settings: fields of EngineSettings.
 
         Raises:
@@ -259,7 +265,7 @@ class RagBlend:
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         opened = store if isinstance(store, KVStore) else KVStore(store, size_limit_bytes=size_limit_bytes)
         try:
-            decoder = Decoder(loaded, pack=not isinstance(model, tuple))
+            decoder = Decoder(loaded, pack=not isinstance(model, tuple) if pack is None else pack)
             engine = cls(decoder, tokenizer, opened, chosen)
         except BaseException:
             if opened is not store:
@@ -284,37 +290,54 @@ class RagBlend:
         started = time.perf_counter()
         computed = stored = empty = tokens = n_bytes = 0
         records: list[bytes] = []
-        try:
-            for done, text in enumerate(texts, 1):
-                if not isinstance(text, str):
-                    raise IngestError(f"ingest takes texts, not {type(text).__name__}")
-                text = text.strip()
-                ids = self.prompts.encode_text(text)
-                if not ids:
-                    empty += 1
-                else:
-                    key = chunk_key(self.fingerprint, self.preamble_ids, ids)
-                    if key in self.store:
-                        stored += 1
+        # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
+        with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
+            writing: tuple[str, Future[int]] | None = None
+            try:
+                for done, text in enumerate(texts, 1):
+                    if not isinstance(text, str):
+                        raise IngestError(f"ingest takes texts, not {type(text).__name__}")
+                    text = text.strip()
+                    ids = self.prompts.encode_text(text)
+                    if not ids:
+                        empty += 1
                     else:
-                        n_bytes += self._compute_and_put(key, ids)
-                        computed += 1
-                        tokens += len(ids)
-                    if is_indexable(text):
-                        records.append(record_for(text))
-                if len(records) >= _REMEMBER_EVERY:
-                    self._remember(records)
-                    records = []
-                if progress is not None:
-                    progress(done)
-        finally:
-            self._remember(records)
+                        key = self._key(ids)
+                        if key in self.store or (writing is not None and writing[0] == key):
+                            stored += 1
+                        else:
+                            layers = self._chunk_kv(ids)
+                            n_bytes += writing[1].result() if writing is not None else 0
+                            writing = key, writer.submit(self.store.put, key, layers)
+                            computed += 1
+                            tokens += len(ids)
+                        if is_indexable(text):
+                            records.append(record_for(text))
+                    if len(records) >= _REMEMBER_EVERY:
+                        self._remember(records)
+                        records = []
+                    if progress is not None:
+                        progress(done)
+            finally:
+                # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
+                self._remember(records)
+            n_bytes += writing[1].result() if writing is not None else 0
         return IngestReport(computed, stored, empty, tokens, n_bytes, time.perf_counter() - started)
 
-    def _compute_and_put(self, key: str, ids: Sequence[int]) -> int:
+    def chunk_key(self, text: str) -> str:
+        """The key under which this engine stores a text's KV.
+
+        Raises:
+            InvalidSettingError: the text has no tokens.
+        """
+        return self._key(self.prompts.encode_text(text.strip()))
+
+    def _key(self, ids: Sequence[int] | np.ndarray) -> str:
+        return chunk_key(self.fingerprint, self.preamble_ids, ids)
+
+    def _chunk_kv(self, ids: Sequence[int]) -> ChunkKV:
         with self._compute:
-            layers = self._precomputer.chunk_kv(ids)
-        return self.store.put(key, layers)
+            return self._precomputer.chunk_kv(ids)
 
     def _remember(self, records: Sequence[bytes]) -> None:
         if records:
@@ -374,7 +397,7 @@ class RagBlend:
         if tokens >= window:
             raise ContextWindowError(tokens, max_tokens, window)
         ids = torch.from_numpy(layout.ids.copy())
-        keys = [chunk_key(self.fingerprint, self.preamble_ids, layout.ids_of(span)) for span in layout.chunks]
+        keys = [self._key(layout.ids_of(span)) for span in layout.chunks]
         tokenise_s = time.perf_counter() - started
 
         root = self.fingerprint.encode()
@@ -573,7 +596,7 @@ class RagBlend:
                 while not self._closed and time.perf_counter() - self._last_compute < _IDLE_S:
                     time.sleep(_IDLE_S)
                 if miss.key not in self.store:
-                    self._compute_and_put(miss.key, miss.ids)
+                    self.store.put(miss.key, self._chunk_kv(miss.ids))
                 if is_indexable(miss.text):
                     self._remember([record_for(miss.text)])
             except RagBlendError as error:

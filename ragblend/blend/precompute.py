@@ -64,5 +64,6 @@ class Precomputer:
         layers = []
         for layer in range(self._decoder.n_layers):
             key, value = cache.read(layer, at)
-            layers.append(LayerKV(self._decoder.unrotate(layer, key, angles).cpu(), value.contiguous().cpu()))
+            # Copies: the buffers are used again for the next chunk, while this one is still being written.
+            layers.append(LayerKV(self._decoder.unrotate(layer, key, angles).cpu(), value.clone().cpu()))
         return layers

@@ -8,7 +8,8 @@ CacheBlend (Yao et al., arXiv 2405.16444, section 4), with exact causal masks an
     have in this prompt.
 3.  A selector scores the reused tokens and the best `ratio` of them are recomputed beside the fresh ones. It may do so
     before the first layer (by the question's attention) or at some layer on the way (by how far the stored KV is from
-    the recomputed one: HKVD tokens); the set of recomputed tokens only ever shrinks.
+    the recomputed one: HKVD tokens); the set of recomputed tokens only ever shrinks. Tokens that stand right behind
+    the preamble they were computed behind are *settled*: their KV is a full prefill's, and they take no part.
 4.  Each layer runs on the selected rows alone, against every position before them, and overwrites their KV.
 5.  After the last layer the last row gives the logits, and the cache is what decoding goes on from.
 
@@ -167,20 +168,21 @@ def prefill(
     Args:
         cache: capacity >= tokens; positions 0..known-1 filled.
         source: the reused tokens' KV; None when nothing is reused.
-        ratio: share of the reused tokens to recompute, 0..1.
+        ratio: share to recompute of the reused tokens that are not settled, 0..1.
 
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
     """
-    reused_tokens = int(plan.reused.sum())
-    schedule = selector.schedule(ratio) if reused_tokens else {}
-    state = Pass(decoder, cache, plan, source, kept=plan.reused & ~plan.settled)
+    moved = plan.reused & ~plan.settled
+    moved_tokens = int(moved.sum())
+    schedule = selector.schedule(ratio) if moved_tokens else {}
+    state = Pass(decoder, cache, plan, source, kept=moved)
     select_s = 0.0
     for layer in range(decoder.n_layers):
         state.load(layer)
         if layer in schedule:
             started = time.perf_counter()
-            budget = round(schedule[layer] * reused_tokens)
+            budget = round(schedule[layer] * moved_tokens)
             if budget < int(state.kept.sum()):
                 scores = selector.scores(state, layer) if budget else state.kept.float()
                 state.narrow(_best(scores, state.kept, budget))

@@ -305,10 +305,7 @@ class KnowledgeBase:
             self.store.delete(key)
 
     def _key(self, text: str) -> str:
-        from ragblend.prompt.chunk import chunk_key
-
-        engine = self.engine
-        return chunk_key(engine.fingerprint, engine.preamble_ids, engine.prompts.encode_text(text))
+        return self.engine.chunk_key(text)
 
     # ---- ask
 

@@ -30,8 +30,8 @@ from torch import Tensor
 ATTENTION_NAME = "ragblend"
 
 # Rows in a block. Smaller blocks look at fewer keys beyond the diagonal; larger ones fill the matrix units and, on a
-# GPU, need fewer launches. The CPU's fused kernel tiles queries by 64: with 96 rows it takes a third longer per row.
-_BLOCK_ROWS = {"cpu": 64, "cuda": 512}
+# GPU, need fewer launches. The fused CPU kernel tiles queries by 64, so other multiples cost more per row.
+_BLOCK_ROWS = {"cpu": 128, "cuda": 512}
 # Block masks are the same in every layer. They are kept while they are small beside the KV itself.
 _KEPT_MASK_ELEMENTS = 16 * 1024 * 1024
 
@@ -72,11 +72,11 @@ class CausalRows:
     windows: dict[int, int | None] | None = None
     _kept: dict[tuple[int | None, torch.dtype], tuple[Block, ...]] = field(default_factory=dict, repr=False)
 
-    @property
+    @functools.cached_property
     def start(self) -> int:
         return int(self.positions[0])
 
-    @property
+    @functools.cached_property
     def stop(self) -> int:
         """One past the last row's position: how many keys the rows may see at most."""
         return int(self.positions[-1]) + 1
@@ -84,7 +84,7 @@ class CausalRows:
     def __len__(self) -> int:
         return int(self.positions.shape[0])
 
-    @property
+    @functools.cached_property
     def is_run(self) -> bool:
         """True when the positions are start, start + 1, ..., stop - 1."""
         return self.stop - self.start == len(self)
@@ -156,12 +156,12 @@ def attend(
 
     plain = softcap is None and rows.invisible is None and rows.probe is None and window is None
     if plain and rows.start == 0 and rows.is_run and len(rows) > 1:
-        out = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query, key[:, :, : rows.stop], value[:, :, : rows.stop], is_causal=True, scale=scale, enable_gqa=True
         )
-        return out.transpose(1, 2), None
+        return attended.transpose(1, 2), None
 
-    out = query.new_empty((1, len(rows), query.shape[1], value.shape[-1]))
+    out: Tensor | None = None
     for block in rows.blocks(window, query.dtype):
         q = query[:, :, block.start : block.stop]
         k = key[:, :, block.key_start : block.key_stop]
@@ -177,7 +177,12 @@ def attend(
             attended = attended.reshape(1, q.shape[1], q.shape[2], v.shape[3])
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=True)
+        if block.stop - block.start == len(rows):
+            return attended.transpose(1, 2), None
+        if out is None:
+            out = query.new_empty((1, len(rows), query.shape[1], value.shape[-1]))
         out[:, block.start : block.stop] = attended.transpose(1, 2)
+    assert out is not None
     return out, None
 
 

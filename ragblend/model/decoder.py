@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers import PreTrainedModel as PreTrainedModel
@@ -31,11 +32,12 @@ from transformers.modeling_utils import AttentionInterface
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
-from ragblend.model.packed import can_pack, pack_linears
+from ragblend.model.packed import PackedLinear, can_pack, pack_linears
 from ragblend.model.rope import Angles, Rope, identity_angles
 
 _log = logging.getLogger(__name__)
 
+_HUB_PATIENCE_S = 5.0
 _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
 _PARITY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -213,11 +215,10 @@ class Decoder:
         picked = {kind: (cos[:, at], sin[:, at]) for kind, (cos, sin) in angles.items()}
         return Rows(CausalRows(positions.cpu(), self.device, invisible), picked)
 
-    def row(self, position: int) -> Rows:
-        """One row, for decoding."""
-        positions = torch.tensor([position])
-        angles = self._rope.angles(positions, self._embed_tokens.weight)
-        return Rows(CausalRows(positions, self.device), angles)
+    def run(self, start: int, stop: int) -> Rows:
+        """Rows at positions start..stop-1, for decoding."""
+        positions = torch.arange(start, stop)
+        return Rows(CausalRows(positions, self.device), self._rope.angles(positions, self._embed_tokens.weight))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [rows] -> hidden states [1, rows, hidden]."""
@@ -285,6 +286,8 @@ class Decoder:
         if pack:
             for layer in self._layers:
                 pack_linears(layer)
+            if type(self._head.linear) is nn.Linear:  # a copy: its weight may be the embedding's too
+                self._head = replace(self._head, linear=PackedLinear(self._head.linear))
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self.model.set_attn_implementation(ATTENTION_NAME)
@@ -392,9 +395,9 @@ def load_pretrained(
         ModelNotFoundError: nothing there, or the hub cannot be reached.
         UnsupportedModelError: not a decoder-only RoPE model (found out before weights are read).
     """
-    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if os.path.isdir(source):
-        extra["local_files_only"] = True  # type: ignore[assignment]
+    extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    if os.path.isdir(source) or not _hub_has(str(source)):
+        extra["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
@@ -407,6 +410,17 @@ def load_pretrained(
         raise _not_found(source, error) from error
     nn.Module.to(model, device)
     return model, tokenizer
+
+
+def _hub_has(name: str) -> bool:
+    """Whether to ask the hub: what is cached need not be, and where there is no hub its client retries for minutes."""
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return False
+        HfApi().model_info(name, timeout=_HUB_PATIENCE_S)
+    except Exception:
+        return False
+    return True
 
 
 def _not_found(source: str | Path, error: Exception) -> ModelNotFoundError:

@@ -87,6 +87,11 @@ def decode(
 ) -> Iterator[Step]:
     """Decode from a cache that holds the prompt's KV in positions 0..tokens-1.
 
+    Greedy answers look ahead: answers from retrieved text tend to repeat it, so what followed the last tokens where
+    they stood before is guessed to follow again (prompt lookup decoding). The guesses run through the model beside
+    the token they follow, which costs hardly more than that token alone, and count only as far as the model itself
+    chooses them: the answer is the same, only sooner.
+
     Args:
         cache: capacity >= prompt tokens + settings.max_tokens - 1; positions from the prompt's end on are overwritten.
         logits: [vocab] of the prompt's last position.
@@ -102,10 +107,14 @@ def decode(
         generator.seed() if settings.seed is None else generator.manual_seed(settings.seed)
     ends = frozenset(stop_ids)
     text = _TextStream(to_text, settings.stop)
-    seen = prompt_ids
-    track = settings.repetition_penalty != 1.0
-    for n in range(settings.max_tokens):
-        token = next_token(logits, settings, seen, generator)
+    ids = prompt_ids.tolist()
+    penalised = settings.repetition_penalty != 1.0
+    lookup = _Lookup(ids) if settings.temperature == 0.0 and not penalised else None
+    ahead: list[Tensor] = [logits]  # of the positions after each token that is already certain to be chosen
+    left = settings.max_tokens
+    while True:
+        token = next_token(ahead.pop(0), settings, torch.tensor(ids) if penalised else prompt_ids, generator)
+        left -= 1
         if token in ends:
             yield Step(token, text.finish(), "stop")
             return
@@ -113,23 +122,54 @@ def decode(
         if stopped:
             yield Step(token, piece, "stop")
             return
-        if n + 1 == settings.max_tokens:
+        if not left:
             yield Step(token, piece + text.finish(), "length")
             return
         yield Step(token, piece, "")
-        if track:
-            seen = torch.cat([seen, torch.tensor([token])])
-        logits = _advance(decoder, cache, token, len(prompt_ids) + n)
+        ids.append(token)
+        if not ahead:
+            guesses = [] if lookup is None else lookup.after(ids)[: left - 1]
+            rows = _advance(decoder, cache, [token, *guesses], len(ids) - 1)
+            right = 0
+            while right < len(guesses) and int(rows[right].argmax()) == guesses[right]:
+                right += 1
+            ahead = list(rows[: right + 1])
 
 
 @torch.inference_mode()
-def _advance(decoder: Decoder, cache: KVCache, token: int, position: int) -> Tensor:
-    """Run one token through every layer; logits [vocab] of its position."""
-    row = decoder.row(position)
-    hidden = decoder.embed(torch.tensor([token]))
+def _advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: int) -> Tensor:
+    """Run tokens that stand at `position` and on through every layer; their logits [tokens, vocab]."""
+    rows = decoder.run(position, position + len(tokens))
+    hidden = decoder.embed(torch.tensor(tokens))
     for layer in range(decoder.n_layers):
-        hidden = decoder.layer(layer, hidden, row, cache)
-    return decoder.logits(hidden)[-1]
+        hidden = decoder.layer(layer, hidden, rows, cache)
+    return decoder.logits(hidden)
+
+
+class _Lookup:
+    """What followed the last tokens where they stood before: 3 equal tokens, or 2, and up to GUESSES behind them."""
+
+    GUESSES = 6  # a matrix unit takes this many rows in the time of one
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._last: tuple[dict[tuple[int, ...], int], ...] = ({}, {})  # n-gram -> where it was last followed
+        self._done = 0
+        self._learn(ids)
+
+    def after(self, ids: Sequence[int]) -> list[int]:
+        """Guesses for what follows ids [tokens], of which those of earlier calls are the beginning."""
+        self._learn(ids)
+        for seen, n in zip(self._last, (3, 2), strict=True):
+            at = seen.get(tuple(ids[-n:]))
+            if at is not None:
+                return list(ids[at : at + self.GUESSES])
+        return []
+
+    def _learn(self, ids: Sequence[int]) -> None:
+        for stop in range(max(3, self._done), len(ids)):
+            for seen, n in zip(self._last, (3, 2), strict=True):
+                seen[tuple(ids[stop - n : stop])] = stop
+        self._done = len(ids)
 
 
 class _TextStream:

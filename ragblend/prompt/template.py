@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ SegmentKind = Literal["control", "text", "chunk"]
 MESSAGE_SEPARATOR = "\n\n"
 """What stands between messages when the model has no chat template."""
 
+_REMEMBERED_CHUNKS = 1024
 _MODEL_STUB = {"type": "BPE", "vocab": {}, "merges": []}
 _BYTE_LITERAL = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # <|name|>, also with full-width bars: control tokens by convention even where a tokenizer does not flag them special,
@@ -95,6 +97,7 @@ class PromptTokenizer:
                 "set tokenizer.chat_template to the one to use"
             )
         self._tokenizer = tokenizer
+        self._chunk_ids = lru_cache(_REMEMBERED_CHUNKS)(lambda text: tuple(self.encode_text(text)))
         self._template = sources.get("default")
         self._settings = dict(template_settings or {})
         if reserved := _RESERVED_SETTINGS & self._settings.keys():
@@ -155,8 +158,10 @@ class PromptTokenizer:
         return self._control.encode(_readable(text))[0]
 
     def encode(self, segment: Segment) -> list[int]:
-        """The ids of one segment, by its kind."""
-        return self.encode_control(segment.text) if segment.kind == "control" else self.encode_text(segment.text)
+        """The ids of one segment, by its kind. Those of recent chunks are remembered: they come again and again."""
+        if segment.kind == "control":
+            return self.encode_control(segment.text)
+        return list(self._chunk_ids(segment.text)) if segment.kind == "chunk" else self.encode_text(segment.text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text without control tokens. A leading space stays, so `decode(encode_text(t)) == t` where `t` is
@@ -441,7 +446,8 @@ def _automatic_head(backend: Tokenizer, document: dict[str, Any]) -> tuple[int, 
     """What the tokenizer puts before a text by itself. Asked of a copy: calling the shared one changes its state."""
     if document["post_processor"] is None:
         return ()
-    copy = Tokenizer.from_str(json.dumps({**document, "truncation": None, "padding": None}))
+    model = {**document["model"], "dropout": None} if "dropout" in document["model"] else document["model"]
+    copy = Tokenizer.from_str(json.dumps({**document, "model": model, "truncation": None, "padding": None}))
     body = copy.encode("a", add_special_tokens=False).ids
     whole = copy.encode("a", add_special_tokens=True).ids
     for start in range(len(whole) - len(body) + 1):

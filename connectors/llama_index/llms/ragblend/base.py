@@ -403,7 +403,11 @@ def _open_engine(
     if isinstance(preamble, BasePromptTemplate):
         preamble = default_preamble(preamble, is_chat_model=bool(template_sources(tokenizer)), **llm_fields)
     return RagBlend.from_pretrained(
-        (loaded, tokenizer), store=store, size_limit_bytes=size_limit_bytes, preamble=preamble
+        (loaded, tokenizer),
+        store=store,
+        size_limit_bytes=size_limit_bytes,
+        pack=not isinstance(model, tuple),
+        preamble=preamble,
     )
 
 
