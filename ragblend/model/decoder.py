@@ -32,7 +32,7 @@ from transformers.modeling_utils import AttentionInterface
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
-from ragblend.model.packed import PackedLinear, can_pack, pack_linears
+from ragblend.model.packed import can_pack, pack_linears, release_mapping
 from ragblend.model.rope import Angles, Rope, identity_angles
 
 _log = logging.getLogger(__name__)
@@ -286,8 +286,7 @@ class Decoder:
         if pack:
             for layer in self._layers:
                 pack_linears(layer)
-            if type(self._head.linear) is nn.Linear:  # a copy: its weight may be the embedding's too
-                self._head = replace(self._head, linear=PackedLinear(self._head.linear))
+            release_mapping(self.model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self.model.set_attn_implementation(ATTENTION_NAME)

@@ -52,3 +52,14 @@ def pack_linears(module: nn.Module) -> int:
         else:
             packed += pack_linears(child)
     return packed
+
+
+@torch.no_grad()
+def release_mapping(module: nn.Module) -> None:
+    """Copy what was not packed, so that the weights' file, of which all pages were read, is no longer held in memory.
+
+    Weights are loaded as views of one memory-mapped file; a single tensor that stays a view keeps all of it.
+    """
+    copies: dict[int, Tensor] = {}  # tied parameters stay tied
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = copies.setdefault(tensor.data_ptr(), tensor.data.clone())
