@@ -85,7 +85,8 @@ def run(args: list[str], folder: Path) -> str:
     done = subprocess.run(
         args, cwd=folder, env={**environment, "COLUMNS": "200"}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
+    print(done.stdout, done.stderr)  # pytest shows it with a failure
+    assert done.returncode == 0, args
     return done.stdout
 
 
