@@ -60,10 +60,10 @@ class Precomputer:
     @torch.inference_mode()
     def _unrotated(self, cache: KVCache, start: int, stop: int) -> ChunkKV:
         at = slice(start, stop)
-        angles = {kind: (c[:, at], s[:, at]) for kind, (c, s) in self._decoder.angles(stop).items()}
+        inverse = self._decoder.inverse_angles(start, stop)
         layers = []
         for layer in range(self._decoder.n_layers):
             key, value = cache.read(layer, at)
             # Copies: the buffers are used again for the next chunk, while this one is still being written.
-            layers.append(LayerKV(self._decoder.unrotate(layer, key, angles).cpu(), value.clone().cpu()))
+            layers.append(LayerKV(self._decoder.unrotate(layer, key, inverse).cpu(), value.clone().cpu()))
         return layers

@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,13 @@ from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as transformers_logging
 
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping
-from ragblend.model.rope import Angles, Rope, identity_angles
+from ragblend.model.rope import Angles, Rope, identity_angles, inverted
 
 _log = logging.getLogger(__name__)
 
@@ -209,6 +211,12 @@ class Decoder:
         """Angles of positions 0..stop-1 for every kind of layer."""
         return self._rope.angles(torch.arange(stop), self._embed_tokens.weight)
 
+    def inverse_angles(self, start: int, stop: int) -> dict[str, Angles]:
+        """What undoes the rotation of keys at positions start..stop-1 of a prompt that ends there, in fp32."""
+        return {
+            kind: inverted((cos[:, start:stop], sin[:, start:stop])) for kind, (cos, sin) in self.angles(stop).items()
+        }
+
     def rows(self, positions: Tensor, angles: dict[str, Angles], *, invisible: Tensor | None = None) -> Rows:
         """Rows at ascending absolute positions [rows]. angles: of 0..stop-1 (see `angles`), picked from here."""
         at = positions.to(self.device)
@@ -255,9 +263,9 @@ class Decoder:
         """Rotate stored keys [kv_heads, tokens, key_dim] to the positions of `angles`."""
         return self._rope.rotate(key, angles[self._rope.key_of(layer)])
 
-    def unrotate(self, layer: int, key: Tensor, angles: dict[str, Angles]) -> Tensor:
-        """Undo `rotate`."""
-        return self._rope.unrotate(key, angles[self._rope.key_of(layer)])
+    def unrotate(self, layer: int, key: Tensor, inverse: dict[str, Angles]) -> Tensor:
+        """Undo `rotate`. inverse: `inverse_angles` of the positions the keys are at."""
+        return self._rope.unrotate(key, inverse[self._rope.key_of(layer)])
 
     def _call(self, index: int, hidden: Tensor, rows: Rows, cache: Cache) -> Tensor:
         out: Tensor = self._layers[index](
@@ -397,18 +405,29 @@ def load_pretrained(
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if os.path.isdir(source) or not _hub_has(str(source)):
         extra["local_files_only"] = True
-    try:
-        config = AutoConfig.from_pretrained(source, **extra)
-    except (OSError, ValueError) as error:
-        raise _not_found(source, error) from error
-    _refuse_config(config, (config.architectures or [config.model_type])[0])
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
-        tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-    except (OSError, ValueError) as error:
-        raise _not_found(source, error) from error
+    with _quiet(gguf_file is None):
+        try:
+            config = AutoConfig.from_pretrained(source, **extra)
+            _refuse_config(config, (config.architectures or [config.model_type])[0])
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+        except (OSError, ValueError) as error:
+            raise _not_found(source, error) from error
     nn.Module.to(model, device)
     return model, tokenizer
+
+
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """No progress bars: reading weights takes a second. Converting a GGUF file takes many, and shows its progress."""
+    if not wanted or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def _hub_has(name: str) -> bool:

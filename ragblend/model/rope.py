@@ -74,14 +74,19 @@ class Rope:
         rotated: Tensor = self.apply(batched[:, :0], batched, cos, sin)[1]
         return rotated[0]
 
-    def unrotate(self, key: Tensor, angles: Angles) -> Tensor:
-        """Undo `rotate`, attention scaling included: the inverse of [[c, -s], [s, c]] is [[c, s], [-s, c]] / (c2 + s2).
+    def unrotate(self, key: Tensor, inverse: Angles) -> Tensor:
+        """Undo `rotate`, attention scaling included. inverse: `inverted` angles of those the keys were rotated by."""
+        return self.rotate(key.float(), inverse).to(key.dtype)
 
-        Done in fp32: half-precision angles are not exactly orthogonal, and the division takes care of that too.
-        """
-        cos, sin = angles[0].float(), angles[1].float()
-        norm = cos.square() + sin.square()
-        return self.rotate(key.float(), (cos / norm, -sin / norm)).to(key.dtype)
+
+def inverted(angles: Angles) -> Angles:
+    """Angles that undo a rotation: the inverse of [[c, -s], [s, c]] is [[c, s], [-s, c]] / (c2 + s2).
+
+    In fp32: half-precision angles are not exactly orthogonal, and the division takes care of that too.
+    """
+    cos, sin = angles[0].float(), angles[1].float()
+    norm = cos.square() + sin.square()
+    return cos / norm, -sin / norm
 
 
 def identity_angles(like: Tensor) -> Angles:
