@@ -52,6 +52,7 @@ DEFAULT_RATIO = 0.15
 DEFAULT_PREFIX_CACHE_BYTES = 512 * 1024 * 1024
 _REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
 _LEARN_QUEUE = 256  # misses waiting to be learned; more are dropped, they will be missed again
+_CLOSE_PATIENCE_S = 5.0
 _IDLE_S = 0.05  # how long nothing may have been computed before learning takes a turn
 
 Ratio = float | str
@@ -230,6 +231,7 @@ class RagBlend:
         self._learning: queue.Queue[_Miss | None] = queue.Queue(_LEARN_QUEUE)
         self._learner: threading.Thread | None = None
         self._closed = False
+        self._learn_until = 0.0
 
     @classmethod
     def from_pretrained(
@@ -581,6 +583,8 @@ class RagBlend:
     # -- learning -----------------------------------------------------------------------------------------------
 
     def _learn(self, miss: _Miss) -> None:
+        if self._closed:
+            return
         try:
             self._learning.put_nowait(miss)
         except queue.Full:
@@ -595,6 +599,8 @@ class RagBlend:
             try:
                 while not self._closed and time.perf_counter() - self._last_compute < _IDLE_S:
                     time.sleep(_IDLE_S)
+                if self._closed and time.perf_counter() > self._learn_until:
+                    continue
                 if miss.key not in self.store:
                     self.store.put(miss.key, self._chunk_kv(miss.ids))
                 if is_indexable(miss.text):
@@ -614,10 +620,11 @@ class RagBlend:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Learn what is waiting, stop the background thread, free caches; close the store if this engine opened it."""
+        """Learn what is waiting (for a few seconds at most), free caches, close the store if this engine opened it."""
         with self._index_lock:
             if self._closed:
                 return
+            self._learn_until = time.perf_counter() + _CLOSE_PATIENCE_S
             self._closed = True
             learner = self._learner
         if learner is not None:

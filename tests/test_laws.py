@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,10 +85,10 @@ class Bench:
         return done, cache, plan
 
 
-@pytest.fixture
-def bench(family: str, tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(scope="module")
+def bench(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     decoder = Decoder(tiny_model(family))
-    with KVStore(tmp_path / "kv") as store:
+    with KVStore(tmp_path_factory.mktemp(family) / "kv") as store:
         precomputer = Precomputer(decoder, HEAD)
         for n, ids in enumerate(CHUNKS):
             store.put(str(n), precomputer.chunk_kv(ids))
@@ -149,6 +148,25 @@ def test_first_chunk_behind_its_own_preamble_is_the_stock_prefix(bench: Bench, f
         ):
             torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
     assert (done.logits - full.logits).abs().max() < TOLERANCE
+    assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+
+
+def test_a_prompt_may_end_in_a_chunk(bench: Bench, family: str) -> None:
+    whole = bench.plan((1, 2))
+    stop = whole.question[0]
+    plan = Plan(whole.ids[:stop], 0, whole.reused[:stop], whole.settled[:stop], whole.chunks, question=(stop, stop))
+    expected = stock_logits(family, plan.ids)[-1]
+    for selector in SELECTORS:
+        for ratio in (0.0, 0.3, 1.0):
+            done, _, _ = bench.blend((1, 2), selector, ratio, plan)
+            assert torch.isfinite(done.logits).all()
+            if ratio == 1.0 and selector != RecomputeNone():
+                assert (done.logits - expected).abs().max() < TOLERANCE
+    # A settled chunk alone: nothing but its last row is computed, and that is enough.
+    stop = len(HEAD) + len(CHUNKS[2])
+    whole = bench.plan((2,))
+    plan = Plan(whole.ids[:stop], 0, whole.reused[:stop], whole.settled[:stop], whole.chunks, question=(stop, stop))
+    done, _, _ = bench.blend((2,), RecomputeNone(), 0.0, plan)
     assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
 
