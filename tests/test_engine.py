@@ -184,13 +184,29 @@ def test_prefix_cache_stays_within_its_bytes(tmp_path: Path) -> None:
         assert engine.prefix_cache.n_bytes > 0
 
 
-def test_a_chunk_that_is_partly_known_is_still_right(tmp_path: Path) -> None:
-    """A known prefix that ends inside a stored chunk."""
-    with make_engine(tmp_path / "kv") as engine:
+def test_a_chunk_that_is_partly_known_is_read_whole(engine: RagBlend) -> None:
+    """Known prefixes come in blocks: where two prompts part, one ends in the middle of the chunk before."""
+    engine.ingest(TEXTS)
+    engine.answer([*chunks(0, 1), QUESTION], ratio=1.0, max_tokens=2)
+    report = engine.answer([*chunks(0, 1), "And another question?"], ratio=0.0, max_tokens=2).report
+    assert [use.status for use in report.chunks] == ["prefix", "hit"]
+    assert report.prefix_tokens == report.chunks[1].start
+    assert report.prompt_tokens == report.prefix_tokens + report.reused_tokens + report.fresh_tokens
+
+
+def test_only_a_chunk_right_behind_its_preamble_is_settled(tmp_path: Path) -> None:
+    with make_engine(tmp_path / "kv", prefix_cache_bytes=0, preamble="Read this. ") as engine:
         engine.ingest(TEXTS)
-        engine.answer([Chunk(TEXTS[0][:40]), " and so on"], ratio=1.0, max_tokens=2)
-        report = engine.answer([*chunks(0, 1), QUESTION], ratio=0.0, max_tokens=2).report
-        assert report.hits == 2
+        tokens = len(engine.prompts.encode_text(TEXTS[0]))
+        for head, recomputed in (
+            ("Read this. ", 0),
+            ("Read this. And this. ", round(tokens / 2)),
+            ("", round(tokens / 2)),
+        ):
+            report = engine.answer([head, Chunk(TEXTS[0]), QUESTION], ratio=0.5, max_tokens=1).report
+            assert (report.reused_tokens, report.recomputed_tokens) == (tokens, recomputed)
+        missed = engine.answer(["Read this. ", Chunk("Never seen."), Chunk(TEXTS[0])], ratio=0.5, max_tokens=1).report
+        assert missed.recomputed_tokens == round(tokens / 2)
 
 
 # -- what a stream does -----------------------------------------------------------------------------------------

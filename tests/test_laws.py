@@ -15,7 +15,7 @@ from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Pass, Plan, Prefilled, Selector, full_plan, prefill
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeAll, RecomputeNone
 from ragblend.model.decoder import Decoder, KVCache
-from ragblend.model.generate import DecodeSettings, decode
+from ragblend.model.generate import DecodeSettings, _Lookup, decode
 from ragblend.store.kvstore import KVStore
 from ragblend.store.loader import LayerLoader
 
@@ -261,6 +261,48 @@ def test_blend_then_decode_equals_stock_decode_from_the_same_cache(bench: Bench,
             ).logits[0, -1]
     steps = decode(bench.decoder, cache, done.logits, plan.ids, DecodeSettings(max_tokens=8), (), str)
     assert [step.token_id for step in steps] == expected
+
+
+def test_guessing_ahead_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is guessed, right, wrong or right at first, the answer is that of one token at a time."""
+    done, cache, plan = bench.blend((3, 1, 2), QuestionAttention(), 0.3)
+    prompt = len(plan.ids)
+    passes: list[int] = []
+    embed = bench.decoder.embed
+
+    def counted(ids: Tensor) -> Tensor:
+        passes.append(len(ids))
+        return embed(ids)
+
+    monkeypatch.setattr(bench.decoder, "embed", counted)
+
+    def answer() -> list[int]:
+        roomy = bench.decoder.new_cache(prompt + 30)
+        for layer in range(bench.decoder.n_layers):
+            roomy.write(layer, slice(0, prompt), *cache.read(layer, slice(0, prompt)))
+        passes.clear()
+        return [s.token_id for s in decode(bench.decoder, roomy, done.logits, plan.ids, DecodeSettings(30), (), str)]
+
+    monkeypatch.setattr(_Lookup, "after", lambda self, ids: [])
+    alone = answer()
+    assert passes == [1] * 29
+
+    for right, wrong in ((6, 0), (0, 6), (3, 2), (1, 1)):
+
+        def guess(self: _Lookup, ids: Sequence[int], right: int = right, wrong: int = wrong) -> list[int]:
+            at = len(ids) - prompt
+            return [*alone[at : at + right], *((t + 1) % 300 for t in alone[at + right : at + right + wrong])]
+
+        monkeypatch.setattr(_Lookup, "after", guess)
+        assert answer() == alone
+        assert len(passes) == -(-29 // (right + 1))
+
+
+def test_lookup_finds_what_followed_the_last_tokens() -> None:
+    lookup = _Lookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3])
+    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3]) == [4, 5, 6, 7, 8, 9]
+    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 7]) == []
+    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 7, 9, 2, 3]) == [7, 9, 2, 3]
 
 
 def test_keys_rotated_away_and_back_are_the_same(family: str) -> None:
