@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -84,6 +85,13 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_selector(self.selector)
+        if not isinstance(self.preamble, (str, NoneType)) and not (
+            isinstance(self.preamble, Sequence) and all(isinstance(m, Message) for m in self.preamble)
+        ):
+            raise InvalidSettingError(
+                f"the preamble is a string, a sequence of Messages or None; got {self.preamble!r}"
+            )
         if self.prefix_cache_bytes < 0:
             raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
 
@@ -94,6 +102,12 @@ def check_ratio(ratio: Ratio) -> None:
         return
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
         raise InvalidSettingError(f"the recompute ratio is a number from 0 to 1, or 'auto'; got {ratio!r}")
+
+
+def check_selector(selector: object) -> None:
+    """Raises InvalidSettingError unless it is an instance of a selector."""
+    if isinstance(selector, type) or not callable(getattr(selector, "scores", None)):
+        raise InvalidSettingError(f"the selector is an object such as QuestionAttention() or HKVD(); got {selector!r}")
 
 
 @dataclass(frozen=True)
@@ -287,8 +301,11 @@ class RagBlend:
 
         Raises:
             ContextWindowError: a text does not fit the model behind the preamble.
+            IngestError: something is not a text.
             StoreFullError: the disk is full; what was stored before stays.
         """
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise IngestError(f"ingest takes a list of texts, not {type(texts).__name__}")
         started = time.perf_counter()
         computed = stored = empty = tokens = n_bytes = 0
         records: list[bytes] = []
@@ -394,6 +411,7 @@ class RagBlend:
         ratio = self.settings.ratio if ratio is None else ratio
         check_ratio(ratio)
         selector = self.settings.selector if selector is None else selector
+        check_selector(selector)
         layout = lay_out(self.prompts, prompt, self._known_texts())
         tokens, window = len(layout.ids), self.decoder.context_window_tokens
         if tokens >= window:
@@ -583,14 +601,14 @@ class RagBlend:
     # -- learning -----------------------------------------------------------------------------------------------
 
     def _learn(self, miss: _Miss) -> None:
-        if self._closed:
-            return
-        try:
-            self._learning.put_nowait(miss)
-        except queue.Full:
-            return
-        with self._index_lock:
-            if self._learner is None and not self._closed:
+        with self._index_lock:  # nothing is put behind the end mark that `close` puts
+            if self._closed:
+                return
+            try:
+                self._learning.put_nowait(miss)
+            except queue.Full:
+                return
+            if self._learner is None:
                 self._learner = threading.Thread(target=self._learn_all, name="ragblend-learner", daemon=True)
                 self._learner.start()
 

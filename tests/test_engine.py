@@ -19,6 +19,7 @@ from ragblend.engine import EngineSettings
 from ragblend.errors import (
     ContextWindowError,
     EmptyPromptError,
+    IngestError,
     InvalidSettingError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -298,12 +299,77 @@ def test_ratio_out_of_range(tmp_path: Path, ratio: Any) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"repetition_penalty": 0}, {"stop": "word"}, {"tokens": 3}],
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"repetition_penalty": 0},
+        {"stop": "word"},
+        {"stop": None},
+        {"seed": "x"},
+        {"seed": 2**80},
+        {"tokens": 3},
+        {"selector": "hkvd"},
+        {"selector": HKVD},
+    ],
     ids=str,
 )
 def test_decode_settings_out_of_range(engine: RagBlend, how: dict[str, Any]) -> None:
     with pytest.raises(InvalidSettingError):
         engine.answer("Well?", **how)
+
+
+def test_a_temperature_too_small_to_matter_is_greedy(engine: RagBlend) -> None:
+    assert engine.answer("Well?", temperature=1e-40, max_tokens=5).text == engine.answer("Well?", max_tokens=5).text
+
+
+@pytest.mark.parametrize(
+    "settings", [{"preamble": 5}, {"preamble": [5]}, {"selector": "hkvd"}, {"selector": HKVD}], ids=str
+)
+def test_engine_settings_of_the_wrong_kind(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSettingError):
+        EngineSettings(**settings)
+
+
+@pytest.mark.parametrize("texts", [None, "abc", [3], 5], ids=repr)
+def test_ingest_takes_texts(engine: RagBlend, texts: Any) -> None:
+    with pytest.raises(IngestError):
+        engine.ingest(texts)
+    assert len(engine.store) == 0
+
+
+def test_a_selector_for_a_layer_the_model_lacks(engine: RagBlend) -> None:
+    engine.ingest(TEXTS)
+    for selector in (HKVD(check_layer=100), HKVD(layers=30)):
+        with pytest.raises(InvalidSettingError, match="layer"):
+            engine.answer([*chunks(0, 1), QUESTION], selector=selector)
+
+
+def test_what_a_prompt_ends_in_is_fresh_even_if_a_document_says_the_same(engine: RagBlend) -> None:
+    question = "Who built the lighthouse of Alden, and in which year did they build it?"
+    engine.ingest([*TEXTS, question])
+    for prompt in (f"{TEXTS[1]}\n{TEXTS[0]}\n{question}", f"{TEXTS[1]}\n{TEXTS[0]}\n{question}\n"):
+        report = engine.answer(prompt, max_tokens=1).report
+        assert report.hits == 2
+        assert report.fresh_tokens + report.prefix_tokens >= len(engine.prompts.encode_text(question))
+        engine.prefix_cache.clear()
+    assert engine.answer(f"{question}\n{TEXTS[0]}\nWell?", max_tokens=1).report.hits == 2
+    assert engine.answer(["As before: ", Chunk(question)], max_tokens=1).report.hits == 1
+
+
+def test_closing_while_a_stream_is_open(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "kv")
+    stream = engine.stream([Chunk("A text nobody has seen before, at all."), QUESTION], max_tokens=5)
+    next(stream, None)
+    engine.close()
+    assert stream.report.misses == 1
+    list(stream)
+    engine.drain()
+    engine.close()
 
 
 def test_prompt_over_the_window_says_the_numbers(engine: RagBlend) -> None:

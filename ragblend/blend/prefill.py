@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ragblend.errors import InvalidSettingError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder, KVCache, Rows
 
@@ -172,10 +173,13 @@ def prefill(
 
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
+        InvalidSettingError: the selector looks at a layer that the model does not have.
     """
     moved = plan.reused & ~plan.settled
     moved_tokens = int(moved.sum())
     schedule = selector.schedule(ratio) if moved_tokens else {}
+    if max(schedule, default=0) >= decoder.n_layers:
+        raise InvalidSettingError(f"{selector} looks at layer {max(schedule)}; the model has {decoder.n_layers}")
     state = Pass(decoder, cache, plan, source, kept=moved)
     select_s = 0.0
     for layer in range(decoder.n_layers):

@@ -409,11 +409,13 @@ def load_pretrained(
         try:
             config = AutoConfig.from_pretrained(source, **extra)
             _refuse_config(config, (config.architectures or [config.model_type])[0])
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+            # GGUF weights are dequantised in fp32 and rounded once.
+            read_as = dtype if gguf_file is None else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=read_as, **extra)
             tokenizer = AutoTokenizer.from_pretrained(source, **extra)
         except (OSError, ValueError) as error:
             raise _not_found(source, error) from error
-    nn.Module.to(model, device)
+    nn.Module.to(model, device, dtype)
     return model, tokenizer
 
 

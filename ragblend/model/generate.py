@@ -20,7 +20,7 @@ class DecodeSettings:
     """How an answer is decoded.
 
     max_tokens: at most so many tokens.
-    temperature: 0 is greedy.
+    temperature: 0 is greedy, and so is what is too small to tell from it (under 1e-4).
     top_p: sample from the smallest set of tokens with at least this probability, 0 < top_p <= 1.
     repetition_penalty: > 1 makes tokens that were seen less likely (CTRL, arXiv 1909.05858); 1 is off.
     stop: strings that end the answer; they are not part of it.
@@ -40,14 +40,30 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidSettingError(f"stop is a sequence of non-empty strings, got {self.stop!r}")
+        for name, value, kinds in (
+            ("max_tokens", self.max_tokens, (int,)),
+            ("temperature", self.temperature, (int, float)),
+            ("top_p", self.top_p, (int, float)),
+            ("repetition_penalty", self.repetition_penalty, (int, float)),
+            ("seed", self.seed, (int, type(None))),
+        ):
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise InvalidSettingError(f"{name} must be {wanted}, got {value!r}")
         for name, value, valid, wanted in (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0, "above 0 (1 is off)"),
+            ("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         ):
             if not valid:
                 raise InvalidSettingError(f"{name} must be {wanted}, got {value}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < 1e-4
 
 
 class Step(NamedTuple):
@@ -66,7 +82,7 @@ def next_token(logits: Tensor, settings: DecodeSettings, seen: Tensor, generator
         picked = logits[ids]
         penalty = settings.repetition_penalty
         logits = logits.index_copy(0, ids, torch.where(picked > 0, picked / penalty, picked * penalty))
-    if settings.temperature == 0.0:
+    if settings.greedy:
         return int(logits.argmax())
     probabilities = torch.softmax(logits / settings.temperature, dim=-1)
     if settings.top_p < 1.0:
@@ -102,14 +118,14 @@ def decode(
         A Step for every token; the last one has a finish reason.
     """
     generator = None
-    if settings.temperature > 0.0:
+    if not settings.greedy:
         generator = torch.Generator()
         generator.seed() if settings.seed is None else generator.manual_seed(settings.seed)
     ends = frozenset(stop_ids)
     text = _TextStream(to_text, settings.stop)
     ids = prompt_ids.tolist()
     penalised = settings.repetition_penalty != 1.0
-    lookup = _Lookup(ids) if settings.temperature == 0.0 and not penalised else None
+    lookup = _Lookup(ids) if settings.greedy and not penalised else None
     ahead: list[Tensor] = [logits]  # of the positions after each token that is already certain to be chosen
     left = settings.max_tokens
     while True:

@@ -83,14 +83,16 @@ def lay_out(tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None
     """The prompt's ids, cut into spans: chunks that are marked, and chunks that the index knows by their text.
 
     A chunk's ids are the same in every prompt. Marked Chunks are taken as they are; the index searches plain text only,
-    in messages of every role. Chunks without any tokens are left out.
+    in messages of every role. A known text that the prompt ends in is not taken: it is what the prompt asks. Chunks
+    without any tokens are left out.
 
     Raises:
         EmptyPromptError: there is nothing but white space in the prompt.
         InvalidSettingError: the prompt has another type, or the chat template refuses its roles.
         UnsupportedModelError: the model's chat template is broken.
     """
-    messages = [_searched(message, index) for message in _messages(prompt)]
+    given = _messages(prompt)
+    messages = [_searched(message, index, last=message is given[-1]) for message in given]
     if not any(_text_of(part).strip() for message in messages for part in message.content):
         raise EmptyPromptError("the prompt holds no text: give a question, with or without chunks")
     ids: list[int] = []
@@ -128,7 +130,7 @@ def _messages(prompt: Prompt) -> list[Message]:
     return messages or [Message("user", parts)]
 
 
-def _searched(message: Message, index: ChunkIndex | None) -> Message:
+def _searched(message: Message, index: ChunkIndex | None, *, last: bool) -> Message:
     # Joined first: a chunk's text may run over the border of two strings.
     parts = joined_parts(piece for part in message.content for piece in _bare(part))
     if index is None:
@@ -136,6 +138,13 @@ def _searched(message: Message, index: ChunkIndex | None) -> Message:
     found: list[str | Chunk] = []
     for part in parts:
         found += index.split(part) if isinstance(part, str) else [part]
+    # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
+    ends_in_text = parts and isinstance(parts[-1], str) and found
+    if last and ends_in_text:
+        end = len(found) - 1
+        while end > 0 and isinstance(found[end], str) and not _text_of(found[end]).strip():
+            end -= 1
+        found[end:] = ["".join(_text_of(part) for part in found[end:])]
     return Message(message.role, found)
 
 

@@ -615,7 +615,9 @@ class KVStore:
             chain.append(link)
             link = link.__cause__ or link.__context__
         codes = {_code(link) for link in chain}
-        if sqlite3.SQLITE_FULL in codes or any(isinstance(e, OSError) and e.errno in _FULL for e in chain):
+        full = sqlite3.SQLITE_FULL in codes or any(isinstance(e, OSError) and e.errno in _FULL for e in chain)
+        # Without room for its log, SQLite cannot even open a database, and says "disk I/O error".
+        if full or (codes & {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN} and _free_bytes(self.directory) < 1 << 20):
             return StoreFullError(
                 f"the disk of the store in {self.directory} is full ({error}): free some space, or give the store a "
                 "smaller size_limit_bytes; what was stored before is intact"
@@ -763,6 +765,13 @@ def _code(error: BaseException) -> int | None:
     """SQLite's primary result code; Python's own errors of the module have none."""
     code = getattr(error, "sqlite_errorcode", None)
     return code & 0xFF if isinstance(code, int) else None
+
+
+def _free_bytes(directory: Path) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return sys.maxsize
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -67,14 +67,23 @@ def test_all_forms_of_one_prompt_are_one_prompt(tokenizer: PromptTokenizer) -> N
 
 def test_known_texts_are_found_in_every_role_and_over_borders_of_strings() -> None:
     index = ChunkIndex([record_for(A), record_for(B)])
-    prompt = [Message("system", ["Read: ", A[:40], A[40:]]), Message("user", "Hi."), Message("assistant", B)]
+    turns = [Message("system", ["Read: ", A[:40], A[40:]]), Message("user", "Hi."), Message("assistant", B)]
+    prompt = [*turns, Message("user", "And?")]
     assert [span.text for span in lay_out(CHATML, prompt, index).chunks] == [A, B]
     assert lay_out(CHATML, prompt).chunks == ()
 
 
 def test_a_marked_chunk_is_not_searched() -> None:
     index = ChunkIndex([record_for(A)])
-    assert [span.text for span in lay_out(CHATML, [Chunk(f"x{A}y"), A], index).chunks] == [f"x{A}y", A]
+    assert [span.text for span in lay_out(CHATML, [Chunk(f"x{A}y"), A, "?"], index).chunks] == [f"x{A}y", A]
+
+
+def test_what_a_prompt_ends_in_is_what_it_asks() -> None:
+    index = ChunkIndex([record_for(A), record_for(B)])
+    assert [span.text for span in lay_out(CHATML, f"{B} {A}", index).chunks] == [B]
+    assert [span.text for span in lay_out(CHATML, f"{B} {A} \n", index).chunks] == [B]
+    assert [span.text for span in lay_out(CHATML, A, index).chunks] == []
+    assert [span.text for span in lay_out(CHATML, ["See ", Chunk(A)], index).chunks] == [A]
 
 
 def test_adjacent_and_repeated_chunks_are_separate_spans() -> None:
