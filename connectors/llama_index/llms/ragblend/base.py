@@ -193,9 +193,11 @@ class RagBlendLLM(LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
+        window = self.context_window or self._engine.decoder.context_window_tokens
         return LLMMetadata(
-            context_window=self.context_window or self._engine.decoder.context_window_tokens,
-            num_output=self.max_tokens,
+            context_window=window,
+            # Core takes this off the window before it packs a prompt. An answer ends where the window does anyway.
+            num_output=max(1, min(self.max_tokens, window // 4)),
             is_chat_model=self._engine.prompts.has_template,
             is_function_calling_model=False,
             model_name=self.model_name,
