@@ -4,16 +4,21 @@ Results go to stdout, everything else (progress, warnings, errors) to stderr. Wi
 JSON object, errors included. What imports torch is imported inside the commands that need it, so that --help, --version
 and stats answer at once.
 
-Exit codes: 0 done; 1 an error that is explained; 2 a wrong option; 3 done, but some files were skipped; 130 Ctrl-C.
+With RAGBLEND_DEBUG set, errors nobody expected come with a traceback.
+
+Exit codes: 0 done; 1 an error, explained; 2 a wrong option; 3 done, but some files were skipped; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend import __version__
-from ragblend.errors import InvalidSettingError, RagBlendError
+from ragblend.errors import EmptyPromptError, InvalidSettingError, RagBlendError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -114,9 +119,9 @@ def ingest(
     - ragblend ingest *.pdf --store papers --model ./my-model
     """
     with _reporting(as_json) as say:
+        limit = _bytes(size_limit_gb)
         from ragblend.kb import KnowledgeBase
 
-        limit = None if size_limit_gb is None else int(size_limit_gb * 1e9)
         with (
             KnowledgeBase(
                 store,
@@ -159,12 +164,17 @@ def query(
     - ragblend query "Who wrote it?" --top-k 6 --ratio 0.3 --json
     """
     with _reporting(as_json) as say:
+        # All that can be refused without a model is refused before torch is imported for one.
+        if not question.strip():
+            raise EmptyPromptError("the question is empty: ask something")
+        _at_least_one(top_k=top_k, max_tokens=max_tokens)
+        share = _ratio(ratio)
         from ragblend.kb import KnowledgeBase
 
         # With --json the answer is one object, which is complete only at the end.
         on_text = (lambda text: typer.echo(text, nl=False)) if stream and not as_json else None
         with KnowledgeBase(store, model=model, create=False) as kb:
-            reply = kb.query(question, top_k=top_k, ratio=_ratio(ratio), max_tokens=max_tokens, on_text=on_text)
+            reply = kb.query(question, top_k=top_k, ratio=share, max_tokens=max_tokens, on_text=on_text)
         lines = ["" if on_text else reply.text.strip(), ""]
         for source in reply.sources:
             page = f", page {source.node.metadata['page']}" if "page" in source.node.metadata else ""
@@ -209,6 +219,7 @@ def verify(
             task = bar.tasks[0].id
             found = kb.verify(repair=repair, progress=lambda done, total: bar.update(task, completed=done, total=total))
         problems = [f"bad payload {key[:16]}: {reason}" for key, reason in found.kv.bad]
+        problems += [f"missing payload {key[:16]}: a chunk of the index refers to it" for key in found.missing]
         problems += [f"file of no chunk: {name}" for name in found.kv.orphans]
         problems += [f"index: {text}" for text in (*found.kv.index_problems, *found.index_problems)]
         for problem in problems:
@@ -252,6 +263,8 @@ def ttft(
     with _reporting(as_json) as say:
         if not data.is_file():
             raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
+        _at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, limit=limit, repeats=repeats)
+        _ratio(str(ratio))
         from ragblend.evaluation.ttft import run
         from ragblend.model.sources import DEFAULT_MODEL
 
@@ -288,10 +301,18 @@ Say = Callable[[dict[str, Any], object], None]
 def _reporting(as_json: bool) -> Iterator[Say]:
     """Run a command's work; `say` gives its result, as JSON or for people. Errors become a message and an exit code."""
     stdout = sys.stdout
+    # File names and documents hold what a terminal's encoding, or any, cannot write.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    said = False
 
     def say(result: dict[str, Any], for_people: object) -> None:
+        nonlocal said
         if as_json:
-            print(json.dumps(result, ensure_ascii=False), file=stdout, flush=True)
+            if not said:
+                print(json.dumps(result), file=stdout, flush=True)
+            said = True
         elif isinstance(for_people, str):
             typer.echo(for_people)
         else:
@@ -318,6 +339,13 @@ def _reporting(as_json: bool) -> Iterator[Say]:
         except KeyboardInterrupt:
             message = "interrupted; what was committed is kept, and the same command goes on from there"
             raise fail("KeyboardInterrupt", message, _INTERRUPTED) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):  # typer knows what to do
+            raise
+        except Exception as error:
+            if os.environ.get("RAGBLEND_DEBUG"):
+                traceback.print_exc(file=sys.stderr)
+            message = f"{type(error).__name__}: {error} (set RAGBLEND_DEBUG=1 for a traceback)"
+            raise fail(type(error).__name__, message, _FAILED) from None
 
 
 @contextlib.contextmanager
@@ -345,10 +373,25 @@ def _following(bar: Progress) -> Callable[[str, float, int], None]:
 def _ratio(value: str | None) -> float | str | None:
     if value is None or value == "auto":
         return value
-    try:
-        return float(value)
-    except ValueError:
-        raise InvalidSettingError(f"--ratio takes a number from 0 to 1, or auto; got {value!r}") from None
+    with contextlib.suppress(ValueError):
+        if 0.0 <= (number := float(value)) <= 1.0:
+            return number
+    raise InvalidSettingError(f"--ratio takes a number from 0 to 1, or auto; got {value!r}")
+
+
+def _at_least_one(**options: int) -> None:
+    for name, value in options.items():
+        if value < 1:
+            raise InvalidSettingError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+
+
+def _bytes(size_limit_gb: float | None) -> int | None:
+    if size_limit_gb is None:
+        return None
+    # More than SQLite can count, and infinity, are no limits; NaN is neither above nor below anything.
+    if not math.isfinite(size_limit_gb) or not 1 <= size_limit_gb * 1e9 < 2**63:
+        raise InvalidSettingError(f"--size-limit-gb takes a number of gigabytes above 0, not {size_limit_gb}")
+    return int(size_limit_gb * 1e9)
 
 
 def _table(result: dict[str, Any]) -> object:

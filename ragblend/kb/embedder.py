@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ragblend.errors import MissingDependencyError, ModelNotFoundError
+from ragblend.kb.files import readable
 
 DEFAULT_EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """Also carried by a PyPI package, of which only the data files are used."""
@@ -49,7 +50,10 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """[texts, dimensions] float32, each of length 1, so that an inner product is the cosine."""
         vectors = self._model.encode(
-            list(texts), normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+            [readable(text) for text in texts],
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
         )
         return np.asarray(vectors, np.float32)
 

@@ -56,6 +56,16 @@ class Part(NamedTuple):
     metadata: dict[str, str]
 
 
+def readable(text: str) -> str:
+    """The text without lone surrogates, which nothing can encode: they become U+FFFD, as for the tokenizer."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def printable(name: str) -> str:
+    """A file's name that can be stored and printed: bytes that are no UTF-8 are written out, so names stay distinct."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 class UnreadableError(Exception):
     """This file holds no text we can get at; its message says why."""
 
@@ -85,7 +95,7 @@ def find_files(paths: Sequence[str | Path], *, exclude: Path | None = None) -> t
 
 def _walk(root: Path, exclude: Path | None, skipped: list[Skipped]) -> Iterator[Path]:
     def refused(error: OSError) -> None:
-        skipped.append(Skipped(str(error.filename), error.strerror or str(error)))
+        skipped.append(Skipped(printable(str(error.filename)), error.strerror or str(error)))
 
     for folder, names, files in os.walk(root, onerror=refused):
         names[:] = sorted(n for n in names if not n.startswith(".") and Path(folder, n) != exclude)
@@ -102,7 +112,7 @@ def content_digest(path: Path) -> str:
         # Asked before opening: opening a pipe would wait for somebody to write into it.
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnreadableError("not a regular file")
-        digest = hashlib.blake2b(path.suffix.lower().encode(), digest_size=20)
+        digest = hashlib.blake2b(os.fsencode(path.suffix.lower()), digest_size=20)
         with path.open("rb") as file:
             block = file.read(1 << 20)
             if b"\0" in block[:65536] and path.suffix.lower() not in _BINARY_DOCUMENTS:

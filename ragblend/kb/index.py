@@ -87,25 +87,30 @@ class Found(NamedTuple):
 class DocumentIndex:
     """The index of one store. Threads may share it; several processes may use one folder."""
 
-    def __init__(self, directory: Path, *, create: bool = True) -> None:
+    def __init__(self, directory: Path, *, create: bool = True, in_memory: bool = False) -> None:
         """Open the index in `directory`, or make one there.
+
+        Args:
+            in_memory: an empty one that leaves no trace on the disk, for readers of a store that has none.
 
         Raises:
             StoreError: there is none and create is False, or the folder cannot be written.
             StoreFormatError: it was written by another format version, or is damaged.
         """
         self.directory = directory
+        self.in_memory = in_memory
         self._lock = threading.RLock()
         self._faiss: Any = None
         self._faiss_generation = -1
         with self._typed_errors("open"):
-            if create:
+            if in_memory:
+                pass
+            elif create:
                 directory.mkdir(parents=True, exist_ok=True)
             elif not (directory / _DATABASE).is_file():
                 raise StoreError(f"there is no index in {directory}: ingest some documents first")
-            self._db = sqlite3.connect(
-                directory / _DATABASE, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
+            database = ":memory:" if in_memory else directory / _DATABASE
+            self._db = sqlite3.connect(database, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._prepare()
@@ -169,7 +174,9 @@ class DocumentIndex:
             index = self._current_faiss()
             if index is None or index.ntotal == 0:
                 return []
-            similarities, ids = index.search(np.ascontiguousarray(vector, np.float32)[None, :], top_k)
+            similarities, ids = index.search(
+                np.ascontiguousarray(vector, np.float32)[None, :], min(top_k, index.ntotal)
+            )
             found: list[Found] = []
             for chunk_id, similarity in zip(ids[0].tolist(), similarities[0].tolist(), strict=True):
                 row = self._db.execute(
@@ -231,6 +238,22 @@ class DocumentIndex:
         rows = [(chunk_id, model, key) for chunk_id, key in keys.items()]
         with self._typed_errors("write to"), self._transaction():
             self._db.executemany("INSERT INTO kv VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET key = excluded.key", rows)
+
+    def kv_keys(self, model: str) -> list[str]:
+        """All keys under which the KV of chunks is noted for a model, sorted."""
+        with self._typed_errors("read"):
+            query = "SELECT DISTINCT key FROM kv WHERE model = ? ORDER BY key"
+            return [key for (key,) in self._db.execute(query, (model,))]
+
+    def forget_kv(self, keys: Sequence[str]) -> None:
+        """Note that there is no KV under these keys any more, for whatever model."""
+        with self._typed_errors("write to"), self._transaction():
+            self._db.executemany("DELETE FROM kv WHERE key = ?", [(key,) for key in keys])
+
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Whether there is an index in the folder."""
+        return (directory / _DATABASE).is_file()
 
     def save(self) -> None:
         """Write the FAISS file, if there is something new to write."""

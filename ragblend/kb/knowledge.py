@@ -21,9 +21,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from ragblend.errors import EmptyPromptError, IngestError, InvalidSettingError
+from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
-from ragblend.kb.files import Part, Skipped, UnreadableError, content_digest, find_files, read_file
+from ragblend.kb.files import (
+    Part,
+    Skipped,
+    UnreadableError,
+    content_digest,
+    find_files,
+    printable,
+    read_file,
+    readable,
+)
 from ragblend.kb.index import DocumentIndex, NewChunk, StoredChunk
 from ragblend.report import BlendReport
 from ragblend.store.kvstore import KVStore, VerifyReport
@@ -113,15 +122,21 @@ class KnowledgeBaseStats:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found wrong with KV payloads and with the index."""
+    """What was found wrong with KV payloads and with the index.
+
+    Attributes:
+        missing: keys that the index notes for the model and the KV store does not have. What was evicted to keep the
+            size limit is not missed: a store that evicts has none.
+    """
 
     kv: VerifyReport
     index_problems: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Nothing was wrong (what was repaired counts as wrong)."""
-        return self.kv.ok and not self.index_problems
+        return self.kv.ok and not self.index_problems and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -130,6 +145,7 @@ class Verification:
             "bad": [{"key": key, "reason": reason} for key, reason in self.kv.bad],
             "orphans": list(self.kv.orphans),
             "index_problems": [*self.kv.index_problems, *self.index_problems],
+            "missing": list(self.missing),
             "deleted": self.kv.deleted,
         }
 
@@ -179,7 +195,8 @@ class KnowledgeBase:
         self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
         try:
             # Beside the KV, and only now: the KV store refuses to be made in a folder that is not empty.
-            self.index = DocumentIndex(self.store.directory / "index")
+            folder = self.store.directory / "index"
+            self.index = DocumentIndex(folder, in_memory=not create and not DocumentIndex.is_in(folder))
             known = self.index.embedding_model
             if known is not None and embedding_model not in (None, known):
                 self.index.close()
@@ -218,6 +235,9 @@ class KnowledgeBase:
         self, documents: Sequence[_Document], skipped: list[Skipped], progress: Progress | None
     ) -> IngestSummary:
         started = time.perf_counter()
+        if self.index.in_memory:
+            self.index.close()
+            self.index = DocumentIndex(self.index.directory)
         known = self.index.digests()
         done = unchanged = chunks = 0
         reports: list[IngestReport] = []
@@ -231,15 +251,14 @@ class KnowledgeBase:
                         unchanged += 1
                         reports += self._prefill_lacking(document.name, at_work)
                         continue
-                    parts = document.read()
-                except UnreadableError as error:
-                    skipped.append(Skipped(document.name, str(error)))
+                    pieces = self._split(document.read())
+                    if not pieces:
+                        skipped.append(Skipped(document.name, "no text in it"))
+                        continue
+                    reports.append(self._prefill([piece.text for piece in pieces], at_work))
+                except (UnreadableError, ContextWindowError) as error:
+                    skipped.append(Skipped(document.name, readable(str(error))))
                     continue
-                pieces = self._split(parts)
-                if not pieces:
-                    skipped.append(Skipped(document.name, "no text in it"))
-                    continue
-                reports.append(self._prefill([piece.text for piece in pieces], at_work))
                 self._commit(document.name, digest, pieces)
                 done += 1
                 chunks += len(pieces)
@@ -262,6 +281,13 @@ class KnowledgeBase:
     def _split(self, parts: Sequence[Part]) -> list[Part]:
         from llama_index.core.node_parser import SentenceSplitter
 
+        room = self.engine.decoder.context_window_tokens - len(self.engine.preamble_ids)
+        if self.chunk_tokens > room:
+            raise InvalidSettingError(
+                f"chunk_tokens is {self.chunk_tokens}, but a chunk of this model can have {room} at most: its context "
+                f"window holds {self.engine.decoder.context_window_tokens} tokens, and {len(self.engine.preamble_ids)} "
+                "stand before every chunk; choose less"
+            )
         # No overlap: sentences are kept whole as it is, and every token that is in two chunks is prefilled and
         # stored twice.
         splitter = SentenceSplitter(
@@ -270,7 +296,9 @@ class KnowledgeBase:
             paragraph_separator="\n\n",
             tokenizer=lambda text: list(self.engine.prompts.encode_text(text)),
         )
-        pieces = [Part(text.strip(), part.metadata) for part in parts for text in splitter.split_text(part.text)]
+        pieces = [
+            Part(text.strip(), part.metadata) for part in parts for text in splitter.split_text(readable(part.text))
+        ]
         return [piece for piece in pieces if piece.text]
 
     def _prefill(self, texts: Sequence[str], at_work: Callable[[float], None]) -> IngestReport:
@@ -325,15 +353,29 @@ class KnowledgeBase:
 
         Raises:
             EmptyPromptError, InvalidSettingError, IngestError (there are no documents): before a model is loaded.
+            ContextWindowError: the question leaves no room in the model's window.
         """
+        question = readable(question)
         if not question.strip():
             raise EmptyPromptError("the question is empty: ask something")
         if "ratio" in settings and settings["ratio"] is not None:
             from ragblend.engine import check_ratio
 
             check_ratio(settings["ratio"])
+        if settings.keys() & {"max_tokens", "temperature", "top_p", "repetition_penalty", "seed"}:
+            from ragblend.model.generate import DecodeSettings
+
+            names = DecodeSettings.__annotations__.keys() - {"stop"}  # the LLM takes stop strings in more ways
+            DecodeSettings(**{name: value for name, value in settings.items() if name in names})
         engine, llm = self._query_engine(top_k, streaming=on_text is not None, **settings)
-        response: Any = engine.query(question)
+        self._check_room(question, llm)
+        try:
+            response: Any = engine.query(question)
+        except ValueError as error:
+            if not _of_prompt_helper(error):
+                raise
+            # Core counts with a tokenizer of its own, which may see more tokens than the model does.
+            raise self._no_room(question, llm) from error
         if on_text is None:
             text = str(response)
         else:
@@ -343,6 +385,15 @@ class KnowledgeBase:
                 on_text(piece)
             text = "".join(pieces)
         return Reply(text, tuple(response.source_nodes), llm.last_report)
+
+    def _check_room(self, question: str, llm: RagBlendLLM) -> None:
+        error = self._no_room(question, llm)
+        if error.prompt_tokens >= error.context_window_tokens:
+            raise error
+
+    def _no_room(self, question: str, llm: RagBlendLLM) -> ContextWindowError:
+        tokens = len(self.engine.preamble_ids) + len(self.engine.prompts.encode_text(question))
+        return ContextWindowError(tokens, llm.max_tokens, llm.metadata.context_window)
 
     def as_retriever(self, top_k: int = DEFAULT_TOP_K) -> BaseRetriever:
         """LlamaIndex's retriever over the index.
@@ -396,12 +447,18 @@ class KnowledgeBase:
         """Read every KV payload to its last byte and check the index.
 
         Args:
-            repair: delete payloads that are bad, and make the FAISS file again; the next ingest prefills what is
-                missing.
+            repair: delete payloads that are bad, forget those that are missing, and make the FAISS file again; the
+                next ingest prefills what is missing.
             progress: called with (payloads done, payloads in all).
         """
         kv = self.store.verify(delete_bad=repair, progress=progress)
-        return Verification(kv, tuple(self.index.verify(repair=repair)))
+        problems = tuple(self.index.verify(repair=repair))
+        gone: set[str] = set()
+        if not self.store.stats().evictions:
+            gone = set(self.index.kv_keys(self._model_signature)).difference(self.store.keys())
+            if repair and gone:
+                self.index.forget_kv(sorted(gone))
+        return Verification(kv, problems, tuple(sorted(gone.difference(key for key, _ in kv.bad))))
 
     @property
     def engine(self) -> RagBlend:
@@ -451,12 +508,22 @@ class KnowledgeBase:
 
 
 def _file(path: Path) -> _Document:
-    return _Document(str(path), lambda: content_digest(path), lambda: read_file(path))
+    return _Document(printable(str(path)), lambda: content_digest(path), lambda: read_file(path))
 
 
 def _text(name: str, text: str) -> _Document:
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
-    return _Document(name, lambda: digest, lambda: [Part(text, {})])
+    return _Document(printable(name), lambda: digest, lambda: [Part(text, {})])
+
+
+def _of_prompt_helper(error: BaseException) -> bool:
+    """Whether it comes from where core packs prompts: it says there is no room, in a plain ValueError."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "llama_index.core.indices.prompt_helper":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _fraction(progress: Progress | None, name: str, done: int, documents: int) -> Callable[[float], None]:
