@@ -485,10 +485,10 @@ class KnowledgeBase:
         costs a look-up or a miss."""
         path = Path(self._model or "").expanduser()
         if self._model is None or not path.exists():
-            return str(self._model or "")
+            return printable(str(self._model or ""))
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-        return f"{path.resolve()}#{hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
+        return f"{printable(str(path.resolve()))}#{hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
 
     def close(self) -> None:
         """Close everything. Closing twice is fine."""

@@ -81,6 +81,20 @@ def test_a_file_name_that_is_no_utf8(cli: Cli, documents: Path) -> None:
     assert "caf\\udce9.txt" in asked.out
 
 
+@needs_embedding
+def test_a_store_and_a_model_in_folders_whose_names_are_no_utf8(
+    cli: Cli, documents: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    store, model = (tmp_path / os.fsdecode(name) for name in (b"store-\xe9", b"model-\xe9"))
+    assert cli("ingest", documents, "--store", store, "--json").json["documents"] == 4
+    assert cli("query", "Who?", "--store", store, "--max-tokens", "1", "--json").json["sources"]
+    model.symlink_to(tiny_model)
+    # Safetensors opens no such file; what matters is that it is said in one object.
+    done = cli("ingest", documents, "--model", model, "--json")
+    assert done.code == 1
+    assert "UTF-8" in done.json["error"]["message"]
+
+
 def test_a_path_that_is_no_utf8_and_not_there(cli: Cli) -> None:
     name = os.fsdecode(b"\xff")
     assert cli("ingest", name, "--json").json["error"]["type"] == "IngestError"
