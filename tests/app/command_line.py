@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 RUN = [sys.executable, "-c", "from ragblend.cli import main; main()"]
 
 
@@ -22,7 +24,7 @@ class Outcome:
         """What stands on stdout, which must be one JSON object and nothing else."""
         assert self.out.endswith("\n")
         assert self.out.count("\n") == 1, self.out
-        found = json.loads(self.out)
+        found = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert isinstance(found, dict)
         return found
 
