@@ -18,6 +18,8 @@ from command_line import RUN, Cli
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
 DOCUMENTS = 30
+# Whoever runs the tests in the background has SIGINT ignored, and children inherit that; a terminal's child does not.
+SET_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def committed(store: Path) -> int:
 def start_and_stop(documents: Path, store: Path, model: Path, sent: signal.Signals) -> subprocess.Popen[str]:
     """Start an ingest, wait until some documents are committed, and send a signal."""
     process = subprocess.Popen(
-        [*RUN, "ingest", str(documents), "--json"],
+        [*RUN[:-1], SET_SIGINT + RUN[-1], "ingest", str(documents), "--json"],
         env={**os.environ, "RAGBLEND_STORE": str(store), "RAGBLEND_MODEL": str(model)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
