@@ -41,8 +41,8 @@ def test_kl_is_of_the_reference_to_the_other_in_nats() -> None:
 
 
 def test_kl_does_not_see_a_shift_of_all_logits() -> None:
-    logits = torch.randint(-9, 9, (500, 50), generator=torch.Generator().manual_seed(0)).float()  # + 3 is exact
-    got = kl_divergence(logits, logits + 3.0)
+    logits = torch.randint(-9, 9, (500, 50), generator=torch.Generator().manual_seed(0)).float()
+    got = kl_divergence(logits, logits + 0.1)  # rounding alone would take it to either side of 0
     assert 0.0 <= got.min() <= got.max() < 1e-12
 
 
