@@ -200,6 +200,38 @@ def test_predict_and_stream_go_the_same_way(llm: RagBlendLLM, engine: Recorder) 
     assert len({tuple(ids) for ids in engine.prompts_ids}) == 1
 
 
+@pytest.mark.parametrize("family", ["chatml", "base_with_bos"])
+def test_a_list_of_contexts_reads_like_the_joined_text(make_engine: MakeEngine, family: str, texts: list[str]) -> None:
+    engine = make_engine(family)
+    engine.ingest(texts[:2])
+    llm = RagBlendLLM.from_engine(engine, max_tokens=4)
+    prompt = PromptTemplate("{context_str}\n\nNow: {query_str}")
+    joined = llm.predict(prompt, context_str=f"{texts[0]}\n\n{texts[1]}", query_str=QUESTION)
+    listed: dict[str, Any] = {"context_str": [texts[0], " ", f"{texts[1]}\n"], "query_str": QUESTION}
+
+    async def streamed() -> str:
+        return "".join([piece async for piece in await llm.astream(prompt, **listed)])
+
+    assert llm.predict(prompt, **listed) == joined
+    assert asyncio.run(llm.apredict(prompt, **listed)) == joined
+    assert "".join(llm.stream(prompt, **listed)) == joined
+    assert asyncio.run(streamed()) == joined
+    assert len({tuple(ids) for ids in engine.prompts_ids}) == 1
+    assert {stream.report.hits for stream in engine.streams} == {2}
+
+
+@pytest.mark.parametrize("family", ["chatml", "base_with_bos"])
+def test_a_system_prompt_goes_before_completions_too(make_engine: MakeEngine, family: str) -> None:
+    engine = make_engine(family)
+    llm = RagBlendLLM.from_engine(engine, max_tokens=1, system_prompt="House rules.")
+    llm.complete(QUESTION)
+    llm.predict(PromptTemplate("{x}"), x=QUESTION)
+    llm.complete(QUESTION, formatted=True)
+    assert engine.prompts_ids[0] == engine.prompts_ids[1]
+    assert "House rules." in engine.prompts.decode(engine.prompts_ids[0])
+    assert "House rules." not in engine.prompts.decode(engine.prompts_ids[2])
+
+
 def test_completion_to_prompt_is_applied_once_unless_the_prompt_is_formatted(make_engine: MakeEngine) -> None:
     engine = make_engine("base_with_bos")
     llm = RagBlendLLM.from_engine(engine, max_tokens=1, completion_to_prompt=lambda text: f"<<{text}>>")
@@ -365,9 +397,12 @@ def test_a_wrong_setting_of_the_llm_is_refused(engine: Recorder, wrong: dict[str
         RagBlendLLM.from_engine(engine, **wrong)
 
 
-def test_an_llm_needs_a_store() -> None:
-    with pytest.raises(InvalidSettingError, match="store="):
-        RagBlendLLM()
+def test_without_a_store_kv_goes_to_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGBLEND_CACHE", str(tmp_path))
+    tokenizer = tiny_tokenizers.chatml()
+    llm = RagBlendLLM((tiny_llama(tokenizer), tokenizer))
+    assert llm.engine.store.directory == tmp_path / "kv"
+    llm.close()
 
 
 def test_metadata_is_true(make_engine: MakeEngine) -> None:
@@ -417,15 +452,55 @@ def test_roles_become_those_that_templates_know(llm: RagBlendLLM, engine: Record
     ]
 
 
-def test_several_text_blocks_are_one_text_and_cache_points_are_let_through(llm: RagBlendLLM, engine: Recorder) -> None:
-    blocks = [
-        TextBlock(text="One."),
-        CachePoint(cache_control=CacheControl(type="ephemeral")),
-        TextBlock(text="Two."),
-    ]
-    llm.chat([ChatMessage(role=MessageRole.USER, blocks=blocks)])
+def _blocks(*texts: str | None) -> list[ChatMessage]:
+    """One message of the user; None stands for a CachePoint."""
+    point = CachePoint(cache_control=CacheControl(type="ephemeral"))
+    return [ChatMessage(role=MessageRole.USER, blocks=[point if t is None else TextBlock(text=t) for t in texts])]
+
+
+def test_several_text_blocks_are_one_text(llm: RagBlendLLM, engine: Recorder) -> None:
+    llm.chat(_blocks("One.", "Two."))
     llm.chat(user("One.\nTwo."))
     assert engine.prompts_ids[0] == engine.prompts_ids[1]
+
+
+def test_a_cache_point_ends_a_segment_that_is_learned_and_reused(llm: RagBlendLLM, engine: Recorder) -> None:
+    rules = "Answer in one sentence. Name the drawer, the year and whoever put the thing there."
+    text = f"{rules}\n{QUESTION}"
+    asked = _blocks(rules, None, QUESTION)
+    assert asked[0].content == text
+    assert llm.chat(asked).raw["ragblend"]["misses"] == 1  # type: ignore[index]
+    assert engine.prompts.decode(engine.prompts_ids[-1]).count(text) == 1
+    engine.drain()
+    engine.prefix_cache.clear()
+    assert llm.chat(asked).raw["ragblend"]["hits"] == 1  # type: ignore[index]
+    assert llm.chat(_blocks("Something before.", None, rules, None, QUESTION)).raw["ragblend"]["hits"] == 1  # type: ignore[index]
+
+
+def test_no_chunk_is_found_across_a_cache_point(llm: RagBlendLLM, engine: Recorder, texts: list[str]) -> None:
+    engine.ingest([f"{texts[0]}\n{texts[1]}"])
+    across = llm.chat(_blocks(texts[0], texts[1], QUESTION)).raw
+    engine.prefix_cache.clear()  # the ids are the same
+    apart = llm.chat(_blocks(texts[0], None, texts[1], QUESTION)).raw
+    assert across is not None
+    assert apart is not None
+    assert (across["ragblend"]["hits"], apart["ragblend"]["hits"]) == (1, 0)
+
+
+def test_what_is_asked_is_no_segment_even_where_a_cache_point_ends_it(llm: RagBlendLLM) -> None:
+    for asked in (_blocks(QUESTION, None), _blocks(QUESTION, None, " \n"), _blocks(None, QUESTION, None, None)):
+        assert llm.chat(asked).raw["ragblend"]["chunks"] == ()  # type: ignore[index]
+
+
+def test_chunks_may_be_marked_by_their_place_in_the_content(llm: RagBlendLLM, engine: Recorder) -> None:
+    engine.ingest(["Too short."])
+    text = f"See: Too short. {QUESTION}"
+    for ranges, hits in (([(5, 15)], 1), ([], 0)):
+        marked = ChatMessage(role=MessageRole.USER, content=text, additional_kwargs={"ragblend_chunks": ranges})
+        assert llm.chat([marked]).raw["ragblend"]["hits"] == hits  # type: ignore[index]
+    for wrong in ([(5, 999)], [(9, 5)], [(5, 9), (8, 12)], [(1, 2, 3)]):
+        with pytest.raises(InvalidSettingError, match="ranges"):
+            llm.chat([ChatMessage(role=MessageRole.USER, content=text, additional_kwargs={"ragblend_chunks": wrong})])
 
 
 def test_what_is_not_text_is_refused(llm: RagBlendLLM) -> None:
@@ -612,21 +687,21 @@ def test_the_event_loop_goes_on_while_it_generates(llm: RagBlendLLM, engine: Rec
     assert longest < whole / 3
 
 
-def test_eight_threads_on_one_llm_get_what_they_would_get_alone(
+def test_sixteen_threads_on_one_llm_get_what_they_would_get_alone(
     llm: RagBlendLLM, engine: Recorder, texts: list[str]
 ) -> None:
     engine.ingest(texts)
-    prompts = [f"{texts[n]}\n\n{texts[n + 1]}\n\nQuestion {n}: {QUESTION}" for n in range(8)]
+    prompts = [f"{texts[n % 8]}\n\n{texts[n % 8 + 1]}\n\nQuestion {n}: {QUESTION}" for n in range(16)]
     alone = [llm.complete(prompt).text for prompt in prompts]
     engine.prefix_cache.clear()
-    together = threading.Barrier(8)
+    together = threading.Barrier(16)
 
     def one(n: int) -> str:
         together.wait()
-        return list(WAYS.values())[n](llm, prompts[n]).text
+        return list(WAYS.values())[n % 8](llm, prompts[n]).text
 
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(8))) == alone
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(one, range(16))) == alone
 
 
 # -- life -------------------------------------------------------------------------------------------------------------

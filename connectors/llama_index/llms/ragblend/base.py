@@ -3,7 +3,7 @@
 An app that retrieves, formats and asks as usual needs nothing else: by the time an LLM is called the retrieved nodes
 are one string, and the engine finds the chunks it knows in that string by their content.
 
-All eight ways to ask go through `_open` (settings, prompt, prefill) and `_pieces` (decode), so that they cannot differ.
+All ways to ask go through `_open` (settings, prompt, prefill) and `_pieces` (decode), so that they cannot differ.
 A stream's prompt is prefilled before the call returns: a prompt that does not fit raises where it was asked, not when
 somebody first looks at the stream. After that each piece is computed when it is asked for, so that a stream nobody
 reads costs nothing, and closing one ends it.
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+import inspect
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 from llama_index.core.base.llms.types import (
-    CachePoint,
     ChatMessage,
     ChatResponse,
     ChatResponseAsyncGen,
@@ -29,21 +31,26 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
-    TextBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
-from llama_index.core.llms.mock import MockLLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.types import TokenAsyncGen, TokenGen
+from llama_index.llms.ragblend import huggingface
+from llama_index.llms.ragblend.conversation import conversation, joined_contexts
+from llama_index.llms.ragblend.counting import count_with
+from llama_index.llms.ragblend.opening import ENGINE_SETTINGS, FORMATTING, Opening, check_formatting
+from llama_index.llms.ragblend.retrieval import listen, stop_listening
 
 from ragblend.blend.prefill import Selector
-from ragblend.engine import AnswerStream, RagBlend, Ratio, check_ratio
+from ragblend.engine import AnswerStream, IngestReport, RagBlend, Ratio, check_ratio, check_selector
 from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings
-from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
-from ragblend.prompt.chunk import Message, template_sources
+from ragblend.model.sources import DEFAULT_MODEL, Model
+from ragblend.prompt.chunk import Message
+from ragblend.prompt.match import is_indexable, record_for
 from ragblend.report import BlendReport
 from ragblend.store.kvstore import KVStore
 
@@ -51,13 +58,8 @@ _DECODING = ("max_tokens", "temperature", "top_p", "repetition_penalty", "stop",
 _PER_CALL = (*_DECODING, "ratio", "selector")
 # Core's own DocumentContextExtractor sends HTTP headers to whatever LLM it has. They mean nothing here.
 _IGNORED = frozenset({"extra_headers"})
-_ROLES = {
-    MessageRole.DEVELOPER: "system",
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.MODEL: "assistant",
-    MessageRole.FUNCTION: "tool",
-}
-_CONTEXT = "\N{OBJECT REPLACEMENT CHARACTER}context\N{OBJECT REPLACEMENT CHARACTER}"
+# Fields that make no sense in another process: what listens there is another object.
+_STAY_BEHIND = frozenset({"callback_manager", "rate_limiter"})
 
 
 class _Piece(NamedTuple):
@@ -75,7 +77,8 @@ class RagBlendLLM(LLM):
 
     Args:
         model: a local folder, a GGUF file, a hub id, the default model's name, or (model, tokenizer).
-        store: folder of the KV store (made if missing), or an open KVStore.
+        store: folder of the KV store (made if missing), or an open KVStore. None: `default_store()`, a folder in the
+            user's cache folder that all LLMs without a store of their own share; $RAGBLEND_CACHE moves it.
         dtype, device: "auto" takes what is fastest.
         size_limit_bytes: bound of the store, when `store` is a folder.
         preamble: what chunks are prefilled behind: what stands before the first chunk of the prompts to come. A
@@ -85,9 +88,21 @@ class RagBlendLLM(LLM):
         max_tokens, temperature, top_p, repetition_penalty, stop, seed: as in ragblend's DecodeSettings. Each of these,
             ratio and selector can be given to a single call, too.
         context_window: pack prompts to fewer tokens than the model takes.
-        system_prompt: goes before every prompt that core formats.
+        system_prompt: goes before every prompt that is not a conversation already.
+        is_chat_model: whether core formats chat prompts for this LLM; None: if the model has a chat template.
+        stopping_ids: tokens that end an answer. Those of the model do so anyway; others are refused: use `stop`.
+        set_tokenizer: let LlamaIndex count tokens with this model's tokenizer (`Settings.tokenizer`), unless the user
+            set one. False leaves that setting alone.
+        learn_retrieved: chunks that a retriever returns are found in the prompts that follow although they were never
+            ingested, and are learned when they are first asked about. False: only ingested ones are found.
+        lazy: open model and store on first use.
         engine: an engine to use instead of opening one. It keeps its own preamble, and stays open on `close`.
-        **llm_fields: the other fields of LlamaIndex's LLM: callback_manager, output_parser, completion_to_prompt, ...
+        **others: the other settings of an engine (`EngineSettings`) that is opened here; the other fields of
+            LlamaIndex's LLM (callback_manager, output_parser, completion_to_prompt, ...); and HuggingFaceLLM's names
+            for what is above (model_name, tokenizer, tokenizer_name, device_map, max_new_tokens, generate_kwargs,
+            model_kwargs, tokenizer_kwargs, ...). What those ask for and cannot be honoured is refused.
+
+    A pickled LLM opens its model and store again in the other process, on first use; its callbacks stay behind.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, StoreError, InvalidSettingError.
@@ -103,9 +118,15 @@ class RagBlendLLM(LLM):
     ratio: float | str | None = Field(description="Share of reused tokens to recompute, or 'auto'.")
     selector: Any = Field(description="Which tokens those are.", exclude=True)
     context_window: int | None = Field(description="Fewer tokens than the model's own window.")
+    is_chat_model: bool | None = Field(description="Whether core formats chat prompts; None: as the model has it.")
+    stopping_ids: tuple[int, ...] = Field(description="Tokens that end an answer.", exclude=True)
+    set_tokenizer: bool = Field(description="Let core count with this model's tokenizer.")
+    learn_retrieved: bool = Field(description="Find and learn retrieved chunks that were never ingested.")
 
-    _engine: RagBlend = PrivateAttr()
-    _owns_engine: bool = PrivateAttr()
+    _engine: RagBlend | None = PrivateAttr(default=None)
+    _opening: Opening | None = PrivateAttr(default=None)
+    _closed: bool = PrivateAttr(default=False)
+    _changing: threading.RLock = PrivateAttr(default_factory=threading.RLock)
     _last_report: BlendReport | None = PrivateAttr(default=None)
 
     def __init__(
@@ -127,56 +148,79 @@ class RagBlendLLM(LLM):
         seed: int | None = None,
         context_window: int | None = None,
         system_prompt: str | None = None,
+        is_chat_model: bool | None = None,
+        stopping_ids: Sequence[int] | None = None,
+        set_tokenizer: bool = True,
+        learn_retrieved: bool = True,
+        lazy: bool = False,
         engine: RagBlend | None = None,
-        **llm_fields: Any,
+        **others: Any,
     ) -> None:
-        if unknown := sorted(llm_fields.keys() - LLM.model_fields.keys()):
+        theirs = {name: others.pop(name) for name in huggingface.NAMES & others.keys()}
+        engine_settings = {name: others.pop(name) for name in ENGINE_SETTINGS & others.keys()}
+        if unknown := sorted(others.keys() - LLM.model_fields.keys()):
             raise InvalidSettingError(f"RagBlendLLM has no setting {', '.join(unknown)}")
-        llm_fields["system_prompt"] = system_prompt
-        decoding = {
+        own = {
+            "model": model,
+            "dtype": dtype,
+            "device": device,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "repetition_penalty": repetition_penalty,
             "stop": _stops(stop),
-            "seed": seed,
+            "context_window": context_window,
+            "stopping_ids": None if stopping_ids is None else list(stopping_ids),
         }
+        chosen = huggingface.with_theirs(own, theirs, defaults=_DEFAULTS) | {"seed": seed}
+        decoding = {name: chosen[name] for name in _DECODING} | {"stop": _stops(chosen["stop"])}
         _check_decoding(decoding)
         if ratio is not None:
             check_ratio(ratio)
-        name = str(model)
-        if engine is None:
-            if store is None:
-                raise InvalidSettingError(
-                    'say where chunk KV is kept: RagBlendLLM(store="a-folder"), or give an engine'
-                )
-            opened = _open_engine(model, store, dtype, device, size_limit_bytes, preamble, llm_fields)
-        else:
-            if store is not None or size_limit_bytes is not None or model != DEFAULT_MODEL:
-                raise InvalidSettingError("an engine brings its own model and store: give either those or an engine")
-            opened = engine
-        if engine is not None or isinstance(model, tuple):
-            loaded = opened.decoder.model
-            name = loaded.name_or_path or type(loaded).__name__
+        if selector is not None:
+            check_selector(selector)
+        if engine is not None and (
+            store is not None
+            or engine_settings
+            or size_limit_bytes is not None
+            or chosen["model"] != DEFAULT_MODEL
+            or "tokenizer" in chosen
+        ):
+            raise InvalidSettingError("an engine brings its own model and store: give either those or an engine")
+        opening = Opening(
+            chosen["model"],
+            chosen.get("tokenizer"),
+            store,
+            chosen["dtype"],
+            chosen["device"],
+            size_limit_bytes,
+            preamble,
+            engine_settings,
+        )
+        others["query_wrapper_prompt"] = huggingface.query_wrapper(others.get("query_wrapper_prompt"))
         fields: dict[str, Any] = {
-            **llm_fields,
+            **others,
             **decoding,
-            "model_name": name,
+            "model_name": theirs.get("model_name") or _name_of(chosen["model"] if engine is None else engine),
             "ratio": ratio,
             "selector": selector,
-            "context_window": context_window,
+            "context_window": chosen["context_window"],
+            "system_prompt": system_prompt or None,
+            "is_chat_model": is_chat_model,
+            "stopping_ids": tuple(chosen["stopping_ids"] or ()),
+            "set_tokenizer": set_tokenizer,
+            "learn_retrieved": learn_retrieved,
         }
-        try:
-            window = opened.decoder.context_window_tokens
-            if context_window is not None and not 0 < context_window <= window:
-                raise InvalidSettingError(f"context_window must be 1 to {window}, the model's; got {context_window}")
-            super().__init__(**fields)
-        except BaseException:
-            if engine is None:
-                opened.close()
-            raise
-        self._engine = opened
-        self._owns_engine = engine is None
+        super().__init__(**fields)
+        if engine is None:
+            self._opening = opening
+            if not lazy:
+                self._engine = self._opened(opening)
+        else:
+            self._check(engine)
+            self._engine = engine
+        if learn_retrieved:
+            listen(self)
 
     @classmethod
     def from_engine(cls, engine: RagBlend, **settings: Any) -> Self:
@@ -193,30 +237,101 @@ class RagBlendLLM(LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        window = self.context_window or self._engine.decoder.context_window_tokens
+        engine = self.engine
+        window = self.context_window or engine.decoder.context_window_tokens
         return LLMMetadata(
             context_window=window,
             # Core takes this off the window before it packs a prompt. An answer ends where the window does anyway.
             num_output=max(1, min(self.max_tokens, window // 4)),
-            is_chat_model=self._engine.prompts.has_template,
+            is_chat_model=engine.prompts.has_template if self.is_chat_model is None else self.is_chat_model,
             is_function_calling_model=False,
             model_name=self.model_name,
         )
 
     @property
     def engine(self) -> RagBlend:
-        """The engine that answers; `KVPrefill(llm=...)` fills its store."""
-        return self._engine
+        """The engine that answers; `KVPrefill(llm=...)` fills its store. Opened here if it was not yet.
+
+        Raises:
+            InvalidSettingError: this LLM is closed.
+        """
+        engine = self._engine
+        if engine is not None:
+            return engine
+        with self._changing:  # several threads may be the first
+            if self._closed or self._opening is None:
+                raise InvalidSettingError("this RagBlendLLM is closed: make a new one")
+            if self._engine is None:
+                self._engine = self._opened(self._opening)
+            return self._engine
 
     @property
     def last_report(self) -> BlendReport | None:
         """What the answer that ended last took. With several threads, read `response.raw["ragblend"]` instead."""
         return self._last_report
 
+    def remember(self, texts: Iterable[str]) -> IngestReport:
+        """Make texts that recur in prompts reusable: few-shot examples, definitions of tools, policies.
+
+        They are stored like documents' chunks, and found in prompts by their text (of 32 characters or more).
+
+        Raises:
+            ContextWindowError, IngestError, StoreFullError: as the engine's `ingest`.
+        """
+        return self.engine.ingest(texts)
+
+    def expect(self, texts: Iterable[str]) -> int:
+        """Have texts found in prompts although nothing is stored for them yet: they miss once, and are learned then.
+
+        Does nothing while the model is not loaded, or where the engine does not learn.
+
+        Returns:
+            how many were neither stored nor expected before.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        engine = self._engine
+        if engine is None or not engine.settings.learn:
+            return 0
+        stripped = [text.strip() for text in texts]
+        unknown = [text for text in stripped if is_indexable(text) and not engine.stored_variants(text)]
+        return engine.store.remember(record_for(text) for text in unknown) if unknown else 0
+
     def close(self) -> None:
-        """Close the engine, if this LLM opened it: what was missed is learned first."""
-        if self._owns_engine:
-            self._engine.close()
+        """Let go of the model, and close the engine if this LLM opened it: what was missed is learned first."""
+        stop_listening(self)
+        with self._changing:
+            engine, self._engine, self._closed = self._engine, None, True
+        if engine is not None and self._opening is not None:
+            engine.close()
+
+    def _opened(self, opening: Opening) -> RagBlend:
+        engine = opening.open(is_chat_model=self.is_chat_model, **self._formatting())
+        try:
+            self._check(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _check(self, engine: RagBlend) -> None:
+        """What only a model can tell about settings; then core may count with its tokenizer."""
+        window = engine.decoder.context_window_tokens
+        if self.context_window is not None and not 0 < self.context_window <= window:
+            raise InvalidSettingError(f"context_window must be 1 to {window}, the model's; got {self.context_window}")
+        if others := sorted(set(self.stopping_ids) - engine.prompts.stop_ids):
+            raise InvalidSettingError(
+                f"tokens {others} do not end an answer of this model ({sorted(engine.prompts.stop_ids)} do): "
+                "give their text as stop="
+            )
+        chat = engine.prompts.has_template if self.is_chat_model is None else self.is_chat_model
+        check_formatting(engine, chat, **self._formatting())
+        if self.set_tokenizer:
+            count_with(engine.prompts)
+
+    def _formatting(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in FORMATTING}
 
     # -- the one way to an answer -------------------------------------------------------------------------------------
 
@@ -233,7 +348,7 @@ class RagBlendLLM(LLM):
             raise InvalidSettingError(f"a call takes {', '.join(_PER_CALL)}; not {', '.join(unknown)}")
         chosen = {name: getattr(self, name) if settings.get(name) is None else settings[name] for name in _PER_CALL}
         chosen["stop"] = _stops(chosen["stop"])
-        return self._engine.stream(prompt, **chosen)
+        return self.engine.stream(prompt, **chosen)
 
     def _pieces(self, stream: AnswerStream) -> Generator[_Piece, None, None]:
         """The answer piece by piece; at least one, and the last one has `raw`. Closing it stops the computing."""
@@ -277,9 +392,16 @@ class RagBlendLLM(LLM):
 
         What the prompt says can never become a control token, so one that spells a template itself is plain text.
         """
-        if not formatted and self.completion_to_prompt is not None:
+        if formatted:
+            return [Message("user", prompt)]
+        if self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
-        return [Message("user", prompt)]
+        if not self.metadata.is_chat_model:
+            return [Message("user", self._extend_prompt(prompt))]
+        return [*([Message("system", self.system_prompt)] if self.system_prompt else []), Message("user", prompt)]
+
+    def _several(self, messages: Sequence[ChatMessage]) -> list[Message]:
+        return conversation(messages, self.messages_to_prompt)
 
     # -- the ways to ask ----------------------------------------------------------------------------------------------
 
@@ -300,11 +422,11 @@ class RagBlendLLM(LLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(_last(self._pieces(self._open(_conversation(messages), kwargs))))
+        return _chat(_last(self._pieces(self._open(self._several(messages), kwargs))))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        pieces = self._pieces(self._open(_conversation(messages), kwargs))
+        pieces = self._pieces(self._open(self._several(messages), kwargs))
 
         def responses() -> ChatResponseGen:
             with contextlib.closing(pieces):
@@ -330,11 +452,11 @@ class RagBlendLLM(LLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await _alast(await self._apieces(_conversation(messages), kwargs)))
+        return _chat(await _alast(await self._apieces(self._several(messages), kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        pieces = await self._apieces(_conversation(messages), kwargs)
+        pieces = await self._apieces(self._several(messages), kwargs)
 
         async def responses() -> ChatResponseAsyncGen:
             async with contextlib.aclosing(pieces):
@@ -343,86 +465,31 @@ class RagBlendLLM(LLM):
 
         return responses()
 
-    def __getstate__(self) -> NoReturn:
-        # Core's own would drop the engine with a warning and leave an LLM that cannot answer.
-        raise InvalidSettingError(
-            "a RagBlendLLM holds a loaded model and cannot be pickled: make one in each process, over the same store"
-        )
+    # -- prompt templates -------------------------------------------------------------------------------------------
 
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return super().predict(prompt, **joined_contexts(prompt_args))
 
-class _Formatter(MockLLM):
-    """Formats prompts as a chat model or a completion model would have them formatted, without a model."""
+    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
+        return super().stream(prompt, **joined_contexts(prompt_args))
 
-    is_chat_model: bool
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return await super().apredict(prompt, **joined_contexts(prompt_args))
 
-    @property
-    def metadata(self) -> LLMMetadata:
-        return LLMMetadata(is_chat_model=self.is_chat_model)
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        return await super().astream(prompt, **joined_contexts(prompt_args))
 
-    def head(self, template: BasePromptTemplate) -> list[Message]:
-        """What `predict` would send, up to the context."""
-        given = {*template.kwargs, *(template.template_var_mappings or {}).values()}
-        variables = {name: "" for name in template.template_vars if name not in given} | {"context_str": _CONTEXT}
-        if self.is_chat_model:
-            messages = _conversation(self._get_messages(template, **variables))
-        else:
-            messages = [Message("user", self._get_prompt(template, **variables))]
-        for n, message in enumerate(messages):
-            before, found, _ = "".join(map(str, message.content)).partition(_CONTEXT)
-            if found:
-                return [*messages[:n], Message(message.role, before)]
-        raise InvalidSettingError("chunks are prefilled behind a prompt's beginning up to {context_str}; it has none")
+    # -- other processes --------------------------------------------------------------------------------------------
 
-
-def default_preamble(
-    template: BasePromptTemplate = DEFAULT_TEXT_QA_PROMPT_SEL, *, is_chat_model: bool, **llm_fields: Any
-) -> tuple[Message, ...]:
-    """What stands before the first chunk when core formats this prompt: its messages up to `{context_str}`.
-
-    Args:
-        template: the prompt; by default the one that core's query engines ask with.
-        is_chat_model: whether the model has a chat template; core formats other prompts for those that have none.
-        **llm_fields: what else the LLM formats with: system_prompt, completion_to_prompt, ...
-
-    Raises:
-        InvalidSettingError: the prompt has no `{context_str}`.
-    """
-    # Not validated: MockLLM's constructor takes some of an LLM's fields only.
-    return tuple(_Formatter.model_construct(is_chat_model=is_chat_model, **llm_fields).head(template))
-
-
-def _open_engine(
-    model: Model,
-    store: KVStore | str | Path,
-    dtype: str,
-    device: str,
-    size_limit_bytes: int | None,
-    preamble: BasePromptTemplate | str | Sequence[Message] | None,
-    llm_fields: dict[str, Any],
-) -> RagBlend:
-    # The model comes first: which prompt core will format depends on whether its tokenizer has a chat template.
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    if isinstance(preamble, BasePromptTemplate):
-        preamble = default_preamble(preamble, is_chat_model=bool(template_sources(tokenizer)), **llm_fields)
-    return RagBlend.from_pretrained(
-        (loaded, tokenizer),
-        store=store,
-        size_limit_bytes=size_limit_bytes,
-        pack=not isinstance(model, tuple),
-        preamble=preamble,
-    )
-
-
-def _conversation(messages: Iterable[ChatMessage]) -> list[Message]:
-    conversation = []
-    for message in messages:
-        for block in message.blocks:
-            if not isinstance(block, (TextBlock, CachePoint)):
-                raise InvalidSettingError(
-                    f"RagBlendLLM reads text, and this message holds a {type(block).__name__}: send its text instead"
-                )
-        conversation.append(Message(_ROLES.get(message.role, message.role.value), message.content or ""))
-    return conversation
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        # Core's own pickling would drop the engine with a warning and leave an LLM that cannot answer.
+        if self._opening is None:
+            raise InvalidSettingError(
+                "a RagBlendLLM over an engine cannot be pickled: make one from a model's name and a store folder"
+            )
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in _STAY_BEHIND}
+        del fields["model_name"]
+        return partial(type(self), lazy=True, **self._opening.settings(), **fields), ()
 
 
 def _stops(stop: object) -> Any:
@@ -467,6 +534,16 @@ def _chat(piece: _Piece, delta: str | None = None) -> ChatResponse:
     return ChatResponse(message=message, delta=delta, raw=piece.raw)
 
 
+def _name_of(model: Model | RagBlend) -> str:
+    if isinstance(model, (str, Path)):
+        return str(model)
+    loaded = model.decoder.model if isinstance(model, RagBlend) else model[0]
+    return getattr(loaded, "name_or_path", "") or type(loaded).__name__
+
+
 def _close_opened(opening: Future[AnswerStream]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
+
+
+_DEFAULTS = {name: it.default for name, it in inspect.signature(RagBlendLLM.__init__).parameters.items()}

@@ -1,0 +1,108 @@
+"""What LlamaIndex sends, as the engine's messages: roles, blocks of text, and where a chunk begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as core_messages_to_prompt
+from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock
+from llama_index.core.llms.llm import MessagesToPromptType
+
+from ragblend.errors import InvalidSettingError
+from ragblend.prompt.chunk import Chunk, Message
+
+CHUNKS = "ragblend_chunks"
+"""Key of a ChatMessage's additional_kwargs: half-open [start, stop) character ranges of its content that are chunks.
+
+The content itself stays what it would be without, so that callbacks and token counters see what the model reads.
+"""
+
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+_BETWEEN_BLOCKS = "\n"  # what core puts there when it reads a message's content
+
+
+def conversation(
+    messages: Iterable[ChatMessage], messages_to_prompt: MessagesToPromptType | None = None
+) -> list[Message]:
+    """The messages as the engine takes them.
+
+    A CachePoint ends a segment: the text between it and the one before (or the message's beginning) is a chunk of its
+    own, so that no chunk is found across it. The last text of a conversation is what it asks, and is none.
+
+    Args:
+        messages_to_prompt: makes one text of them; core's own stands for the model's template, as None does.
+
+    Raises:
+        InvalidSettingError: a block is no text, or chunk ranges are not ranges of the message's text in order.
+    """
+    given = list(messages)
+    for message in given:
+        for block in message.blocks:
+            if not isinstance(block, (TextBlock, CachePoint)):
+                raise InvalidSettingError(
+                    f"RagBlendLLM reads text, and this message holds a {type(block).__name__}: send its text instead"
+                )
+    if messages_to_prompt not in (None, core_messages_to_prompt):
+        return [Message("user", messages_to_prompt(given))]
+    return [
+        Message(_ROLES.get(message.role, message.role.value), _parts(message, last=message is given[-1]))
+        for message in given
+    ]
+
+
+def joined_contexts(prompt_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a prompt template in which a list of contexts is one text, joined as core's `compact` joins it.
+
+    Core's SimpleSummarize passes a list, and a template would show its repr, quotes and escapes and all.
+    """
+    return {
+        name: "\n\n".join(text.strip() for text in value if text.strip())
+        if name == "context_str" and isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+        else value
+        for name, value in prompt_args.items()
+    }
+
+
+def cut(text: str, ranges: Sequence[Sequence[int]]) -> list[str | Chunk]:
+    """The text in parts; those in the half-open character ranges are chunks.
+
+    Raises:
+        InvalidSettingError: the ranges are not in order, overlap or lie outside.
+    """
+    borders = [0, *(int(border) for start_stop in ranges for border in start_stop), len(text)]
+    if any(len(start_stop) != 2 for start_stop in ranges) or borders != sorted(borders):
+        raise InvalidSettingError(f"chunk ranges are (start, stop) pairs in order within {len(text)}; got {ranges!r}")
+    parts: list[str | Chunk] = []
+    for n, (start, stop) in enumerate(pairwise(borders)):
+        if start < stop:
+            parts.append(Chunk(text[start:stop]) if n % 2 else text[start:stop])
+    return parts
+
+
+def _parts(message: ChatMessage, *, last: bool) -> list[str | Chunk]:
+    content = message.content or ""
+    if ranges := message.additional_kwargs.get(CHUNKS):
+        return cut(content, ranges)
+    return cut(content, _segments(message, last=last))
+
+
+def _segments(message: ChatMessage, *, last: bool) -> list[tuple[int, int]]:
+    """Character ranges of the content that CachePoints end."""
+    ranges: list[tuple[int, int]] = []
+    start = stop = at = 0  # of the segment under way; where the next block of text begins
+    for block in message.blocks:
+        if isinstance(block, TextBlock):
+            stop = at + len(block.text)
+            at = stop + len(_BETWEEN_BLOCKS)
+        elif start < stop:
+            ranges.append((start, stop))
+            start = at
+    asks_in_a_range = last and ranges and ranges[-1][1] >= len((message.content or "").rstrip())
+    return ranges[:-1] if asks_in_a_range else ranges
