@@ -315,8 +315,8 @@ def _curve_table(caption: str, first: str, lines: list[_Line]) -> _Table:
     return _Table(caption, [first, *(f"{place:g}" for place in places)], rows)
 
 
-def _text(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "-"
+def _text(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if math.isfinite(value) else "-"
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -328,6 +328,7 @@ def _images(plots: list[_Plot]) -> dict[str, bytes]:
         import matplotlib.style
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise MissingDependencyError(
             f"a report needs matplotlib ({error}); run: pip install 'ragblend[bench]'"
@@ -339,8 +340,9 @@ def _images(plots: list[_Plot]) -> dict[str, bytes]:
             images[plot.file] = b""
             if not panels:
                 continue
-            figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DPI, layout="constrained")
-            canvas = FigureCanvasAgg(figure)
+            layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+            figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DPI, layout=layout)
+            canvas: Any = FigureCanvasAgg(figure)  # untyped where it prints
             _draw(figure, panels, plot.alike)
             buffer = io.BytesIO()
             canvas.print_png(buffer)
@@ -395,7 +397,7 @@ def _axis(ax: Axes, panel: _Panel, lines: list[_Line]) -> None:
         _log(ax, "x", *ax.get_xlim())
     elif panel.x_kind == "share":
         ax.set_xlim(min(xs) - 0.02, max(xs) + 0.02)
-        ax.xaxis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -508,7 +510,7 @@ def _page(result: Mapping[str, Any], runs: list[_Run], plots: list[_Plot], image
     metrics = [metric for metric in METRICS if any(metric in run.values for run in runs)]
 
     def cell(run: _Run, metric: str) -> tuple[str, str]:
-        interval = " to ".join(map(_text, run.ci.get(metric, ())))
+        interval = " to ".join(_text(bound, 3) for bound in run.ci.get(metric, ()))
         return _text(run.values.get(metric, math.nan)), interval
 
     rows = [(run.label, [cell(run, metric) for metric in metrics]) for run in runs]
@@ -549,7 +551,7 @@ figcaption { margin: .5rem 0; max-width: 46rem; }
 .wide:focus-visible { outline: 3px solid #56b4e9; }
 img { display: block; width: 100%; min-width: 40rem; height: auto; background: #fff; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .5rem .75rem; font-weight: 600; }
+caption { text-align: left; white-space: nowrap; padding: .5rem .75rem; font-weight: 600; }
 th, td { padding: .35rem .75rem; border-top: 1px solid var(--line); text-align: right; white-space: nowrap; }
 thead th { vertical-align: bottom; white-space: normal; }
 tr > :first-child { text-align: left; position: sticky; left: 0; max-width: 14rem; white-space: normal;

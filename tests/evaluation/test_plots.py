@@ -151,7 +151,7 @@ def test_page_has_every_strategy_and_number_by_name_and_ratio(report: Path) -> N
         expected = []
         for metric in METRICS:
             low, high = strategies[name]["ci"][metric]
-            expected += [f"{strategies[name][metric]:.4g}", f"{low:.4g} to {high:.4g}"]
+            expected += [f"{strategies[name][metric]:.4g}", f"{low:.3g} to {high:.3g}"]
         assert cells == expected, name
 
 
