@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ragblend.errors import InvalidSettingError
 
-MAX_CHUNKS = 64  # more would use up the short names and the numbers
+MAX_CHUNKS = 32  # more would use up the beginnings of names
 MIN_WORDS = 30  # the longest sentence that must be told, and some
 
 
@@ -84,14 +84,14 @@ TWO_HOPS = (
     TwoHop(
         "definition",
         "In this report, {bridge} means the ship owned by {anchor}.",
-        "{bridge} was built in {answer}.",
+        "The ship {bridge} was built in {answer}.",
         "In which town was the ship owned by {anchor} built?",
         ("person", "word", "town"),
     ),
     TwoHop(
         "code_name",
-        "The plan to dig a canal at {anchor} has the code name {bridge}.",
-        "{bridge} will cost {answer} crowns.",
+        "The code name of the canal at {anchor} is {bridge}.",
+        "Canal {bridge} will cost {answer} crowns.",
         "How many crowns will the canal at {anchor} cost?",
         ("town", "word", "number"),
         "crowns",
@@ -113,9 +113,10 @@ TWO_HOPS = (
     TwoHop(
         "role",
         "The gardener of the castle of {anchor} is {bridge}.",
-        "{bridge} was born in the year {answer}.",
-        "In which year was the gardener of the castle of {anchor} born?",
-        ("town", "person", "year"),
+        "The gardener {bridge} earns {answer} crowns a year.",
+        "How many crowns a year does the gardener of the castle of {anchor} earn?",
+        ("town", "person", "number"),
+        "crowns",
     ),
     TwoHop(
         "former",
@@ -127,8 +128,8 @@ TWO_HOPS = (
     TwoHop(
         "latter",
         "Two inns stand in {bridge}: the {other} inn and the {anchor} inn.",
-        "Of the two inns in {bridge}, the former belongs to {other_answer} and the latter to {answer}.",
-        "To whom does the {anchor} inn belong?",
+        "Of the two inns in {bridge}, the former is owned by {other_answer} and the latter by {answer}.",
+        "Who owns the {anchor} inn?",
         ("word", "town", "person"),
     ),
     TwoHop(
@@ -141,7 +142,7 @@ TWO_HOPS = (
     TwoHop(
         "author",
         'The book "{anchor}" was written by {bridge}.',
-        "{bridge} lives in {answer}.",
+        "The author {bridge} lives in {answer}.",
         'In which town does the author of the book "{anchor}" live?',
         ("word", "person", "town"),
     ),
@@ -207,12 +208,13 @@ LEAKS = (
     ),
 )
 
-_STARTS = ("Bel", "Cor", "Dra", "Fen", "Gal", "Hul", "Jor", "Kel", "Lom", "Nev", "Pel", "Ros", "Tal", "Ver", "Wol")
-_MIDDLES = ("a", "e", "i", "o", "u", "adi", "anu", "ela", "emo", "iru", "ona", "uvi")
-_WORD_ENDS = ("bax", "dril", "fenn", "gor", "lith", "mek", "nax", "rond", "tash", "vor", "zim", "quil")
-_TOWN_ENDS = ("by", "combe", "dorf", "ford", "holm", "mere", "mouth", "stad", "thorpe", "wick")
-_FIRST_ENDS = ("ra", "lin", "nna", "s", "th", "vek", "mo", "tis", "ko", "bel")
-_LAST_ENDS = ("sen", "ski", "der", "mann", "well", "ton", "nov", "ley", "rup", "dal")
+_ONSETS = ("B", "Br", "D", "Dr", "F", "G", "Gr", "H", "J", "K", "Kr", "L", "M", "N", "P", "R", "S", "St", "T", "V", "Z")
+_VOWELS = "aeiou"
+_CODAS = "lnrv"
+_WORD_ENDS = ("bax", "dril", "fenn", "gor", "lith", "mek", "nax", "rond", "quil", "vor", "zim")
+_TOWN_ENDS = ("dorf", "fell", "gard", "haven", "holm", "mere", "stad", "thorpe", "vik")
+_FIRST_ENDS = ("da", "go", "lin", "ma", "na", "ra", "vek", "win")
+_LAST_ENDS = ("bach", "dal", "der", "lund", "mann", "nov", "sen", "ski")
 _CONSONANTS = "BDFGHJKLMNPQRSTVWXZ"
 
 _TIMES = (
@@ -284,18 +286,18 @@ _PLACES = (
 def two_hop(count: int = 200, chunks: int = 6, seed: int = 0, words: int = 60) -> list[Case]:
     """Questions whose answer is in one chunk, about something that another chunk says what it is.
 
-    Half of the chunks define, half use; so every case has chunks // 2 answers of the right kind, and one that is right.
+    Half of the chunks define, half use: as many answers of the right kind, one of them right, tell a guess from a find.
     Templates take turns; the end of an id is the template's name.
 
     Args:
         count: cases to make; a larger set begins with the smaller one.
-        chunks: chunks of a case, 4 to MAX_CHUNKS. An odd one uses what nothing defines.
+        chunks: chunks of a case, 3 to MAX_CHUNKS. The last of an odd number uses what nothing defines.
         words: words of a chunk, more or less, at least MIN_WORDS.
 
     Raises:
         InvalidSettingError: an argument outside its range.
     """
-    _check(count, chunks, words, least_chunks=4)
+    _check(count, chunks, words, least_chunks=3)
     generator = random.Random(seed)
     cases: list[Case] = []
     asked: set[str] = set()
@@ -378,11 +380,15 @@ def _check(count: int, chunks: int, words: int, *, least_chunks: int) -> None:
 
 
 class _Names:
-    """Names for one case, no part of one inside another: where a name is found, nothing else is meant."""
+    """Names for one case, no part of one inside another: where a name is found, nothing else is meant.
+
+    All begin differently, and are short: small models mix up names that look alike, and that is not what is tested.
+    """
 
     def __init__(self, generator: random.Random) -> None:
         self._generator = generator
         self._taken: set[str] = set()
+        self._stems: set[str] = set()
 
     def draw(self, kind: str) -> str:
         while True:
@@ -396,7 +402,7 @@ class _Names:
         pick = self._generator.choice
         match kind:
             case "person":
-                return f"{pick(_STARTS)}{pick(_MIDDLES)}{pick(_FIRST_ENDS)} {self._stem()}{pick(_LAST_ENDS)}"
+                return f"{self._stem()}{pick(_FIRST_ENDS)} {self._stem()}{pick(_LAST_ENDS)}"
             case "town":
                 return self._stem() + pick(_TOWN_ENDS)
             case "word":
@@ -412,7 +418,11 @@ class _Names:
         raise AssertionError(kind)
 
     def _stem(self) -> str:
-        return self._generator.choice(_STARTS) + self._generator.choice(_MIDDLES)
+        pick = self._generator.choice
+        while (stem := pick(_ONSETS) + pick(_VOWELS) + pick(_CODAS)) in self._stems:
+            pass
+        self._stems.add(stem)
+        return stem
 
 
 def _chunks(facts: list[str], words: int, generator: random.Random) -> tuple[str, ...]:
