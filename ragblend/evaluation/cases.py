@@ -434,7 +434,7 @@ def _chunks(facts: list[str], words: int, generator: random.Random) -> tuple[str
 def _padded(fact: str, words: int, generator: random.Random) -> str:
     sentences: list[str] = []
     length = len(fact.split())
-    while length < words - 9:  # half of the longest sentence
+    while length < words - 10:  # half of the longest sentence
         sentences.append(_filler(generator))
         length += len(sentences[-1].split())
     sentences.insert(generator.randint(0, len(sentences)), fact)
