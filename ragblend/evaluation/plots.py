@@ -539,13 +539,10 @@ _TEMPLATE = """<!doctype html>
 }
 body { margin: 0 auto; max-width: 66rem; padding: 1rem clamp(.75rem, 3vw, 2rem) 3rem; line-height: 1.5;
   font-family: system-ui, sans-serif; color: var(--text); background: var(--page); overflow-wrap: break-word; }
-h1 { font-size: 1.6rem; line-height: 1.2; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 dl { display: grid; grid-template-columns: minmax(6rem, max-content) minmax(0, 1fr); gap: .25rem 1rem; padding: 1rem;
   border-radius: .5rem; background: var(--card); }
-dt { color: var(--soft); }
-dd { margin: 0; }
-figure { margin: 0; }
+dt, small { color: var(--soft); } small { display: block; } dd, figure { margin: 0; }
 figcaption { margin: .5rem 0; max-width: 46rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; }
 .wide:focus-visible { outline: 3px solid #56b4e9; }
@@ -556,7 +553,6 @@ th, td { padding: .35rem .75rem; border-top: 1px solid var(--line); text-align: 
 thead th { vertical-align: bottom; white-space: normal; }
 tr > :first-child { text-align: left; position: sticky; left: 0; max-width: 14rem; white-space: normal;
   background: var(--card); }
-small { display: block; color: var(--soft); }
 summary { cursor: pointer; padding: .5rem 0; }
 </style>
 {% macro wide(table) %}
