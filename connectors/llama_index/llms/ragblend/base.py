@@ -76,7 +76,7 @@ class RagBlendLLM(LLM):
     The model, the store and the engine are opened here, so that what is wrong with them shows here.
 
     Args:
-        model: a local folder, a GGUF file, a hub id, the default model's name, or (model, tokenizer).
+        model: a local folder, a GGUF file, a hub id, or (model, tokenizer). None: the default model.
         store: folder of the KV store (made if missing), or an open KVStore. None: `default_store()`, a folder in the
             user's cache folder that all LLMs without a store of their own share; $RAGBLEND_CACHE moves it.
         dtype, device: "auto" takes what is fastest.
@@ -131,7 +131,7 @@ class RagBlendLLM(LLM):
 
     def __init__(
         self,
-        model: Model = DEFAULT_MODEL,
+        model: Model | None = None,
         *,
         store: KVStore | str | Path | None = None,
         dtype: str = "auto",
@@ -161,7 +161,7 @@ class RagBlendLLM(LLM):
         if unknown := sorted(others.keys() - LLM.model_fields.keys()):
             raise InvalidSettingError(f"RagBlendLLM has no setting {', '.join(unknown)}")
         own = {
-            "model": model,
+            "model": DEFAULT_MODEL if model is None else model,
             "dtype": dtype,
             "device": device,
             "max_tokens": max_tokens,
@@ -546,4 +546,6 @@ def _close_opened(opening: Future[AnswerStream]) -> None:
         opening.result().close()
 
 
-_DEFAULTS = {name: it.default for name, it in inspect.signature(RagBlendLLM.__init__).parameters.items()}
+_DEFAULTS = {name: it.default for name, it in inspect.signature(RagBlendLLM.__init__).parameters.items()} | {
+    "model": DEFAULT_MODEL
+}
