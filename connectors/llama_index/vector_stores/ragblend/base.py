@@ -112,13 +112,12 @@ class RagBlendFaissStore(BasePydanticVectorStore):
             IngestError: an embedding is missing, zero, not finite or of another dimension than those that are there,
                 or a node's metadata cannot be written as JSON.
         """
-        added = {node.node_id: node for node in nodes}
-        if not added:
+        if not nodes:
             return []
         table = self._table
         with table.lock:
             dimension, rows, vectors = table.dimension, [], []
-            for row_id, node in enumerate(added.values(), table.next_id):
+            for row_id, node in enumerate(nodes, table.next_id):
                 try:
                     vectors.append(_unit(node.get_embedding(), dimension))
                     rows.append(_Row(row_id, node.node_id, node.ref_doc_id, node_to_metadata_dict(node)))
