@@ -17,9 +17,10 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,6 +81,12 @@ RatioOption = Annotated[
         show_default=False,
     ),
 ]
+Data = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE", help="Questions, one JSON object a line: question, answers, chunks.", show_default=False
+    ),
+]
 DEFAULT_STORE = Path(".ragblend")
 
 
@@ -106,6 +113,9 @@ def ingest(
         str | None,
         typer.Option(metavar="E", help="Folder or hub id. Default: all-MiniLM-L6-v2.", show_default=False),
     ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Also forget documents under these paths whose files are gone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read documents (text, Markdown, HTML, PDF and what else LlamaIndex reads) into the store.
@@ -132,12 +142,13 @@ def ingest(
             ) as kb,
             _bar("reading") as bar,
         ):
-            summary = kb.ingest(paths, progress=_following(bar))
+            summary = kb.ingest(paths, prune=prune, progress=_following(bar))
         for skip in summary.skipped:
             typer.echo(f"skipped {skip.path}: {skip.reason}", err=True)
         say(
             summary.as_dict(),
-            f"{summary.documents} documents ingested, {summary.unchanged} unchanged, {len(summary.skipped)} skipped; "
+            f"{summary.documents} documents ingested, {summary.unchanged} unchanged, {len(summary.skipped)} skipped, "
+            f"{summary.pruned} forgotten; "
             f"{summary.computed} chunks prefilled ({summary.tokens} tokens, {summary.bytes / 1e6:.1f} MB) in "
             f"{summary.seconds:.1f} s",
         )
@@ -232,12 +243,7 @@ def verify(
 
 @bench.command()
 def ttft(
-    data: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="Questions, one JSON object a line: question, answers, chunks.", show_default=False
-        ),
-    ],
+    data: Data,
     chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
     limit: Annotated[int, typer.Option(help="Questions to ask.")] = 10,
@@ -284,6 +290,130 @@ def ttft(
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         say(result, None if as_json else _table(result))
+
+
+@bench.command()
+def fidelity(
+    data: Data,
+    chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
+    limit: Annotated[int, typer.Option(help="Questions to ask. The chunks of all of them are the corpus.")] = 20,
+    ratios: Annotated[str, typer.Option(help="Shares of reused tokens to recompute.")] = "0,0.05,0.15",
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="S",
+            help="What to compare; may be repeated. reuse, cacheblend, blend, or policy/selector: none, system, "
+            "filler, neighbours or document, with none, first, hkvd, hkvd-oneshot or question. Default: the first "
+            "three.",
+            show_default=False,
+        ),
+    ] = None,
+    strangers: Annotated[
+        bool, typer.Option("--strangers", help="Take neighbours from other questions, so that none is in the prompt.")
+    ] = False,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of the answer that distributions are compared at.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store", metavar="DIR", help="Keep the KV here. Default: a temporary folder.", show_default=False
+        ),
+    ] = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """How close each way of answering comes to a full prefill (KL, agreement) and to gold answers (EM, F1, ROUGE-L).
+
+    Examples:
+
+    - ragblend bench fidelity --data questions.jsonl --limit 20 --json > fidelity.json
+    - ragblend bench fidelity --data questions.jsonl --strategy cacheblend --strategy system/question --ratios 0.15
+    """
+    with _reporting(as_json) as say:
+        result = _fidelity(
+            data=data,
+            chunks=chunks,
+            chunk_tokens=chunk_tokens,
+            limit=limit,
+            ratios=ratios,
+            strategies=strategy,
+            strangers=strangers,
+            answer_tokens=answer_tokens,
+            dtype=dtype,
+            store=store,
+            model=model,
+        )
+        say(result, None if as_json else _fidelity_table(result))
+
+
+@bench.command()
+def report(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the page and its plots.", show_default=False)],
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What `bench fidelity --json` printed. Default: measure now.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Questions, to measure with the defaults.", show_default=False),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Questions to ask.")] = 20,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw what `bench fidelity` measured: fidelity against TTFT, KL by ratio, deviation by layer and place.
+
+    Examples:
+
+    - ragblend bench report out/ --results fidelity.json
+    - ragblend bench report out/ --data questions.jsonl
+    """
+    with _reporting(as_json) as say:
+        if (results is None) == (data is None):
+            raise InvalidSettingError("give either --results, from `bench fidelity --json`, or --data to measure with")
+        if results is not None:
+            try:
+                result = json.loads(results.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise InvalidSettingError(
+                    f"{results} cannot be read as what `bench fidelity --json` prints: {error}"
+                ) from error
+        else:
+            assert data is not None
+            result = _fidelity(data=data, limit=limit, model=model)
+        from ragblend.evaluation.plots import write_report
+
+        files = write_report(result, out)
+        say({"files": [str(file) for file in files]}, "\n".join(map(str, files)))
+
+
+def _fidelity(
+    *, data: Path, ratios: str = "0,0.05,0.15", strategies: Sequence[str] | None = None, model: str | None, **how: Any
+) -> dict[str, Any]:
+    if not data.is_file():
+        raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
+    _at_least_one(**{name: value for name, value in how.items() if type(value) is int})
+    try:
+        shares = [float(ratio) for ratio in ratios.split(",")]
+    except ValueError:
+        raise InvalidSettingError(f"--ratios takes numbers from 0 to 1 with commas between; got {ratios!r}") from None
+    from ragblend.evaluation.fidelity import DEFAULT_STRATEGIES, run
+    from ragblend.model.sources import DEFAULT_MODEL
+
+    with _bar("measuring") as bar:
+        task = bar.tasks[0].id
+        result = run(
+            model=model or DEFAULT_MODEL,
+            data=data,
+            ratios=shares,
+            strategies=strategies or DEFAULT_STRATEGIES,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **how,
+        )
+    return {**result, "command": shlex.join(["ragblend", *sys.argv[1:]])}
 
 
 def main() -> None:
@@ -404,6 +534,19 @@ def _table(result: dict[str, Any]) -> object:
     for column in columns:
         table.add_column(column, justify="right")
     for strategy, numbers in strategies.items():
+        table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
+    return table
+
+
+def _fidelity_table(result: dict[str, Any]) -> object:
+    from rich.table import Table
+
+    table = Table(title="Closeness to a full prefill; --json has intervals and all the numbers")
+    columns = ["kl", "kl_median", "kl_first", "agreement", "exact", "em", "f1", "rows_fraction", "ttft_s"]
+    table.add_column("strategy")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for strategy, numbers in result["strategies"].items():
         table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
     return table
 

@@ -1,6 +1,6 @@
 """The engine: texts in, answers out. Wires the rooms together; owns no maths.
 
-ingest   text -> ids -> chunk key -> prefill behind the preamble -> store
+ingest   text -> ids -> variants -> prefill behind head and context -> store
 answer   prompt -> spans -> {known prefix, hit, miss} -> blend -> decode -> text, report; misses are learned later
 """
 
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -27,6 +27,19 @@ from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Plan, Prefilled, Selector, prefill
 from ragblend.blend.prefix import PrefixCache
 from ragblend.blend.selectors import QuestionAttention
+from ragblend.blend.variants import (
+    CONTEXT_TOKENS,
+    FILLER,
+    POLICIES,
+    VARIANTS,
+    Context,
+    Name,
+    Note,
+    Policy,
+    best,
+    contexts,
+    digest,
+)
 from ragblend.errors import (
     ContextWindowError,
     CorruptPayloadError,
@@ -41,6 +54,7 @@ from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
 from ragblend.prompt.chunk import Message, chunk_key, tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
 from ragblend.prompt.match import ChunkIndex, is_indexable, record_for
+from ragblend.prompt.repeats import repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.report import BlendReport, ChunkStatus, ChunkUse
 from ragblend.store.kvstore import KVStore
@@ -64,8 +78,11 @@ Ratio = float | str
 class EngineSettings:
     """How an engine blends.
 
-    preamble: what stands before the first chunk in the prompts to come: the text that begins the user's message, or
-        the messages up to there. Chunks are prefilled behind it. None: chunks are prefilled alone.
+    preamble: the head of the prompts to come, which stands before the first chunk: the text that begins the user's
+        message, or the messages up to there. Chunks are prefilled behind it.
+    policy: what else chunks are prefilled behind, see blend.variants. "none": alone, without the preamble too.
+    namespace: part of the name under which KV is stored that was prefilled behind other texts of the corpus, so that
+        engines that share a store never meet each other's texts.
     ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
     selector: which tokens those are.
     prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
@@ -76,7 +93,9 @@ class EngineSettings:
         InvalidSettingError: a value out of range.
     """
 
-    preamble: str | Sequence[Message] | None = ""
+    preamble: str | Sequence[Message] = ""
+    policy: Policy = "neighbours"
+    namespace: str = ""
     ratio: Ratio = DEFAULT_RATIO
     selector: Selector = field(default_factory=QuestionAttention)
     prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES
@@ -86,12 +105,14 @@ class EngineSettings:
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         check_selector(self.selector)
-        if not isinstance(self.preamble, (str, NoneType)) and not (
+        if not isinstance(self.preamble, str) and not (
             isinstance(self.preamble, Sequence) and all(isinstance(m, Message) for m in self.preamble)
         ):
-            raise InvalidSettingError(
-                f"the preamble is a string, a sequence of Messages or None; got {self.preamble!r}"
-            )
+            raise InvalidSettingError(f"the preamble is a string or a sequence of Messages; got {self.preamble!r}")
+        if self.policy not in POLICIES:
+            raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {self.policy!r}")
+        if not isinstance(self.namespace, str):
+            raise InvalidSettingError(f"the namespace is a string; got {self.namespace!r}")
         if self.prefix_cache_bytes < 0:
             raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
 
@@ -110,9 +131,30 @@ def check_selector(selector: object) -> None:
         raise InvalidSettingError(f"the selector is an object such as QuestionAttention() or HKVD(); got {selector!r}")
 
 
+class Entry(NamedTuple):
+    """One stored variant of an ingested text.
+
+    text: number of the text. variant: what it was prefilled behind. key: its name in the store.
+    neighbour: number of the text, of those offered for it, that it was prefilled behind; None for the head and the
+        filler.
+    """
+
+    text: int
+    variant: Name
+    key: str
+    neighbour: int | None
+
+
 @dataclass(frozen=True)
 class IngestReport:
-    """What an ingest did. computed + already_stored + empty = texts seen (repeated texts count as already stored)."""
+    """What an ingest did.
+
+    Attributes:
+        computed, already_stored, empty: texts with something to compute, with everything there, and without tokens;
+            together all texts that were seen. A repeated text counts as already stored.
+        tokens, bytes: of the KV that was computed, over all variants.
+        entries: the variants of each text, in order.
+    """
 
     computed: int
     already_stored: int
@@ -120,6 +162,7 @@ class IngestReport:
     tokens: int
     bytes: int
     seconds: float
+    entries: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,9 +175,20 @@ class Answer:
 
 
 class _Miss(NamedTuple):
-    key: str
     ids: tuple[int, ...]
     text: str
+
+
+class _Choice(NamedTuple):
+    """The variant that serves a chunk span.
+
+    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind.
+    """
+
+    variant: Name
+    key: str
+    stored: bool
+    exact: bool
 
 
 class Ready(NamedTuple):
@@ -231,7 +285,9 @@ class RagBlend:
         self.fingerprint = hashlib.blake2b(
             f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
         ).hexdigest()
-        self.preamble_ids = self._preamble_ids(self.settings.preamble)
+        self.preamble_ids = self._preamble_ids()
+        self._separator = self.prompts.encode_text("\n\n")
+        self._filler = (*self.prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else KVStore(store)
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
@@ -292,28 +348,43 @@ class RagBlend:
 
     # -- ingest -------------------------------------------------------------------------------------------------
 
-    def ingest(self, texts: Iterable[str], *, progress: Callable[[int], None] | None = None) -> IngestReport:
+    def ingest(
+        self,
+        texts: Iterable[str],
+        *,
+        neighbours: Sequence[Sequence[str]] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> IngestReport:
         """Prefill texts and store their KV. What is stored already costs a look-up, so a killed ingest resumes.
 
         Args:
             texts: one chunk each; surrounding white space does not count.
+            neighbours: for each text, other texts of the corpus that are likely to stand beside it in a prompt, the
+                likeliest first; a handful is enough. With the policy "document": the text before it, if there is one.
+                Without any, texts are prefilled behind the filler. Other policies take no notice. What is stored
+                behind a text that is not among them any more is prefilled again.
             progress: called with the number of texts done so far.
 
         Raises:
             ContextWindowError: a text does not fit the model behind the preamble.
-            IngestError: something is not a text.
+            IngestError: something is not a text, or there are neighbours for more or fewer texts than there are.
             StoreFullError: the disk is full; what was stored before stays.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise IngestError(f"ingest takes a list of texts, not {type(texts).__name__}")
+        if neighbours is not None:
+            texts = list(texts)
+            if len(texts) != len(neighbours):
+                raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
         started = time.perf_counter()
         computed = stored = empty = tokens = n_bytes = 0
+        entries: list[Entry] = []
         records: list[bytes] = []
         # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
         with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
-            writing: tuple[str, Future[int]] | None = None
+            writing: dict[str, Future[int]] = {}
             try:
-                for done, text in enumerate(texts, 1):
+                for number, text in enumerate(texts):
                     if not isinstance(text, str):
                         raise IngestError(f"ingest takes texts, not {type(text).__name__}")
                     text = text.strip()
@@ -321,42 +392,84 @@ class RagBlend:
                     if not ids:
                         empty += 1
                     else:
-                        key = self._key(ids)
-                        if key in self.store or (writing is not None and writing[0] == key):
-                            stored += 1
-                        else:
-                            layers = self._chunk_kv(ids)
-                            n_bytes += writing[1].result() if writing is not None else 0
-                            writing = key, writer.submit(self.store.put, key, layers)
-                            computed += 1
-                            tokens += len(ids)
+                        chosen, offered = self._contexts(ids, () if neighbours is None else neighbours[number])
+                        notes = self.store.notes([self._key(ids, context.name) for context in chosen])
+                        new = 0
+                        for context in chosen:
+                            key = self._key(ids, context.name)
+                            if key in notes and context.source is not None:
+                                behind = Note.from_bytes(notes[key], len(ids)).behind
+                                source = offered.get(behind)
+                            else:
+                                source = context.source
+                            there = key in writing or (key in notes and (source is not None or context.source is None))
+                            if not there:
+                                layers, note = self._chunk_kv(ids, context)
+                                for write in writing.values():
+                                    n_bytes += write.result()
+                                put = partial(self.store.put, note=note.to_bytes(), overwrite=key in notes)
+                                writing = {key: writer.submit(put, key, layers)}
+                                source = context.source
+                                new += 1
+                                tokens += len(ids)
+                            entries.append(Entry(number, context.name, key, source))
+                        computed += new > 0
+                        stored += new == 0
                         if is_indexable(text):
                             records.append(record_for(text))
                     if len(records) >= _REMEMBER_EVERY:
                         self._remember(records)
                         records = []
                     if progress is not None:
-                        progress(done)
+                        progress(number + 1)
             finally:
                 # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
                 self._remember(records)
-            n_bytes += writing[1].result() if writing is not None else 0
-        return IngestReport(computed, stored, empty, tokens, n_bytes, time.perf_counter() - started)
+            for write in writing.values():
+                n_bytes += write.result()
+        seconds = time.perf_counter() - started
+        return IngestReport(computed, stored, empty, tokens, n_bytes, seconds, tuple(entries))
 
-    def chunk_key(self, text: str) -> str:
-        """The key under which this engine stores a text's KV.
+    def stored_variants(self, text: str) -> dict[Name, str]:
+        """The variants of a text that this engine would use and the store has, with their keys."""
+        ids = self.prompts.encode_text(text.strip())
+        if not ids:
+            return {}
+        keys = {name: self._key(ids, name) for name in VARIANTS[self.settings.policy]}
+        notes = self.store.notes(list(keys.values()))
+        return {name: key for name, key in keys.items() if key in notes}
 
-        Raises:
-            InvalidSettingError: the text has no tokens.
+    def _contexts(self, ids: Sequence[int], offered: Sequence[str] = ()) -> tuple[list[Context], dict[bytes, int]]:
+        """The variants to make of a chunk, and which offered text each digest of what stands before it means.
+
+        What would not fit the model's window is made behind the head alone.
         """
-        return self._key(self.prompts.encode_text(text.strip()))
+        room = self.decoder.context_window_tokens - len(self.preamble_ids) - len(ids)
+        texts = [self.prompts.encode_text(text.strip())[:CONTEXT_TOKENS] for text in offered]
+        behind = [
+            (*text, *self._separator) if text and len(text) + len(self._separator) <= room else () for text in texts
+        ]
+        filler = self._filler if len(self._filler) <= room else ()
+        names = {self._behind(text): n for n, text in reversed(list(enumerate(behind))) if text}
+        return contexts(self.settings.policy, ids, filler, behind), names
 
-    def _key(self, ids: Sequence[int] | np.ndarray) -> str:
-        return chunk_key(self.fingerprint, self.preamble_ids, ids)
+    def _behind(self, context: Sequence[int]) -> bytes:
+        return digest(np.asarray((*self.preamble_ids, *context), dtype=np.int64))
 
-    def _chunk_kv(self, ids: Sequence[int]) -> ChunkKV:
+    def _key(self, ids: Sequence[int] | np.ndarray, variant: Name) -> str:
+        """The name of a chunk's variant in the store.
+
+        It holds what the chunk was prefilled behind as far as that is the same for all chunks. What it was for this
+        one is kept in its note: a prompt that looks for the chunk cannot know it.
+        """
+        before = (*self.preamble_ids, *self._filler) if variant == "filler" else self.preamble_ids
+        own = variant in ("alone", "head", "filler")
+        return chunk_key(self.fingerprint, before, ids, "" if own else f"{variant}:{self.settings.namespace}")
+
+    def _chunk_kv(self, ids: Sequence[int], context: Context) -> tuple[ChunkKV, Note]:
         with self._compute:
-            return self._precomputer.chunk_kv(ids)
+            layers = self._precomputer.chunk_kv(ids, context.ids)
+        return layers, Note.of((*self.preamble_ids, *context.ids), ids)
 
     def _remember(self, records: Sequence[bytes]) -> None:
         if records:
@@ -417,16 +530,16 @@ class RagBlend:
         if tokens >= window:
             raise ContextWindowError(tokens, max_tokens, window)
         ids = torch.from_numpy(layout.ids.copy())
-        keys = [self._key(layout.ids_of(span)) for span in layout.chunks]
         tokenise_s = time.perf_counter() - started
 
         root = self.fingerprint.encode()
         if ratio != 1:
-            root = hashlib.blake2b(repr((root, self.preamble_ids, ratio, selector)).encode(), digest_size=16).digest()
+            how = (root, self.preamble_ids, self.settings.policy, self.settings.namespace, ratio, selector)
+            root = hashlib.blake2b(repr(how).encode(), digest_size=16).digest()
         with self._compute:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
-            done = self._blend(layout, ids, keys, cache, known, ratio, selector)
+            done = self._blend(layout, ids, cache, known, ratio, selector)
             self._last_compute = time.perf_counter()
         plan, prefilled, report = done.plan, done.prefilled, done.report
         reused = int(plan.reused.sum())
@@ -450,7 +563,7 @@ class RagBlend:
             exact_tokens = int(plan.reused.nonzero()[0])
         wanted = {"miss", "corrupt"} if self.settings.learn else set()
         misses = tuple(
-            _Miss(use.key, tuple(layout.ids_of(span).tolist()), span.text or "")
+            _Miss(tuple(layout.ids_of(span).tolist()), span.text or "")
             for use, span in zip(report.chunks, layout.chunks, strict=True)
             if use.status in wanted
         )
@@ -471,7 +584,6 @@ class RagBlend:
         self,
         layout: Layout,
         ids: Tensor,
-        keys: Sequence[str],
         cache: KVCache,
         known: int,
         ratio: Ratio,
@@ -481,9 +593,11 @@ class RagBlend:
         corrupt: set[str] = set()
         while True:
             began = time.perf_counter()
-            uses, readers = self._look_up(layout.chunks, keys, known, corrupt, read=ratio != 1)
+            choices = self._choose(layout, corrupt)
+            uses, readers = self._look_up(layout.chunks, choices, known, corrupt, read=ratio != 1)
             lookup_s = time.perf_counter() - began
-            plan = _plan(layout, ids, known, uses, self.preamble_ids)
+            exact = {use.start for use, choice in zip(uses, choices, strict=True) if choice.exact}
+            plan = _plan(layout, ids, known, uses, exact)
             reused = int(plan.reused.sum())
             share = (
                 ratio
@@ -525,20 +639,40 @@ class RagBlend:
             )
             return _Blended(plan, prefilled, report)
 
+    def _choose(self, layout: Layout, corrupt: set[str]) -> list[_Choice]:
+        """The variant to serve each chunk span with; one known to be corrupt only where there is no other."""
+        names = VARIANTS[self.settings.policy]
+        spans = layout.chunks
+        keys = [{name: self._key(layout.ids_of(span), name) for name in names} for span in spans]
+        notes = self.store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
+        here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
+        choices = []
+        for each, span, repeats in zip(keys, spans, here, strict=True):
+            stored = {name: Note.from_bytes(notes[key], len(span)) for name, key in each.items() if key in notes}
+            behind = digest(layout.ids[: span.start])
+            fits = best(stored, self.settings.policy, repeats, behind)
+            if fits is not None:
+                choices.append(_Choice(fits, each[fits], True, stored[fits].behind == behind))
+            else:
+                lost = next((name for name in names if each[name] in corrupt), names[0])
+                choices.append(_Choice(lost, each[lost], False, False))
+        return choices
+
     def _look_up(
-        self, spans: Sequence[Span], keys: Sequence[str], known: int, corrupt: set[str], *, read: bool
+        self, spans: Sequence[Span], choices: Sequence[_Choice], known: int, corrupt: set[str], *, read: bool
     ) -> tuple[tuple[ChunkUse, ...], list[PayloadReader]]:
         """How each chunk span will be served, and an open reader for each hit, in prompt order."""
-        wanted = [key for key, span in zip(keys, spans, strict=True) if read and span.stop > known]
+        wanted = [choice.key for choice, span in zip(choices, spans, strict=True) if read and span.stop > known]
         opened = dict(zip(wanted, self.store.open_many(wanted), strict=True))
         uses: list[ChunkUse] = []
         readers: list[PayloadReader] = []
-        for key, span in zip(keys, spans, strict=True):
+        for choice, span in zip(choices, spans, strict=True):
+            key = choice.key
             status: ChunkStatus
             if span.stop <= known:
                 status = "prefix"
             elif not read:
-                status = "recomputed" if key in self.store else "miss"
+                status = "recomputed" if choice.stored else "miss"
             else:
                 reader, status = opened[key]
                 if reader is not None and not self._fits(reader, span):
@@ -549,7 +683,7 @@ class RagBlend:
                     status = "corrupt"
                 elif reader is not None:
                     readers.append(reader)
-            uses.append(ChunkUse(key, span.start, span.stop, status))
+            uses.append(ChunkUse(key, span.start, span.stop, status, choice.variant))
         return tuple(uses), readers
 
     def _fits(self, reader: PayloadReader, span: Span) -> bool:
@@ -619,8 +753,13 @@ class RagBlend:
                     time.sleep(_IDLE_S)
                 if self._closed and time.perf_counter() > self._learn_until:
                     continue
-                if miss.key not in self.store:
-                    self.store.put(miss.key, self._chunk_kv(miss.ids))
+                # Behind the filler, where the policy would have a text of the corpus: what stood beside it in one
+                # prompt may be anybody's.
+                ((context,), _) = self._contexts(miss.ids)
+                key = self._key(miss.ids, context.name)
+                if key not in self.store:
+                    layers, note = self._chunk_kv(miss.ids, context)
+                    self.store.put(key, layers, note=note.to_bytes())
                 if is_indexable(miss.text):
                     self._remember([record_for(miss.text)])
             except RagBlendError as error:
@@ -658,15 +797,15 @@ class RagBlend:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _preamble_ids(self, preamble: str | Sequence[Message] | None) -> tuple[int, ...]:
-        if preamble is None:
+    def _preamble_ids(self) -> tuple[int, ...]:
+        if self.settings.policy == "none":
             return ()
-        head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)
-        return self.prompts.head_ids(head)
+        preamble = self.settings.preamble
+        return self.prompts.head_ids([Message("user", preamble)] if isinstance(preamble, str) else list(preamble))
 
 
-def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], preamble_ids: Sequence[int]) -> Plan:
-    """Sort the tokens of a prompt into known, reused and fresh."""
+def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], exact: set[int]) -> Plan:
+    """Sort the tokens of a prompt into known, reused and fresh. exact: starts of hits whose KV is a full prefill's."""
     hits = [use for use in uses if use.status == "hit"]
     for use in hits:
         # Payloads are read whole: what is known of a chunk's beginning is read again.
@@ -676,8 +815,6 @@ def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], pre
     settled = torch.zeros(len(ids), dtype=torch.bool)
     for use in hits:
         reused[use.start : use.stop] = True
-    head = len(preamble_ids)
-    if hits and hits[0].start == head and tuple(layout.ids[:head].tolist()) == tuple(preamble_ids):
-        settled[hits[0].start : hits[0].stop] = True
+        settled[use.start : use.stop] = use.start in exact
     chunks = tuple((use.start, use.stop) for use in hits)
     return Plan(ids, known, reused, settled, chunks, layout.question)

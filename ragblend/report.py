@@ -12,12 +12,17 @@ fresh. corrupt: stored, but unusable, computed fresh. recomputed: stored, but ra
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """How one chunk span of the prompt was served. Token range is half-open: start, stop."""
+    """How one chunk span of the prompt was served.
+
+    key: its name in the store. Token range is half-open: start, stop. variant: what the stored KV was prefilled behind
+    (see blend.variants); of a miss, what was looked for first.
+    """
 
     key: str
     start: int
     stop: int
     status: ChunkStatus
+    variant: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
 ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "engine"}
 APPLICATIONS: dict[str, set[str]] = {
     "kb": ENGINE,
-    "evaluation": ENGINE,
+    "evaluation": ENGINE | {"kb"},
     "cli": ENGINE | {"kb", "evaluation", "serve"},
     "serve": ENGINE | {"kb"},
 }

@@ -196,7 +196,7 @@ def test_a_chunk_that_is_partly_known_is_read_whole(engine: RagBlend) -> None:
 
 
 def test_only_a_chunk_right_behind_its_preamble_is_settled(tmp_path: Path) -> None:
-    with make_engine(tmp_path / "kv", prefix_cache_bytes=0, preamble="Read this. ") as engine:
+    with make_engine(tmp_path / "kv", prefix_cache_bytes=0, preamble="Read this. ", policy="system") as engine:
         engine.ingest(TEXTS)
         tokens = len(engine.prompts.encode_text(TEXTS[0]))
         for head, recomputed in (
@@ -328,7 +328,17 @@ def test_a_temperature_too_small_to_matter_is_greedy(engine: RagBlend) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"preamble": 5}, {"preamble": [5]}, {"selector": "hkvd"}, {"selector": HKVD}], ids=str
+    "settings",
+    [
+        {"preamble": 5},
+        {"preamble": [5]},
+        {"preamble": None},
+        {"selector": "hkvd"},
+        {"selector": HKVD},
+        {"policy": "neighbors"},
+        {"namespace": 7},
+    ],
+    ids=str,
 )
 def test_engine_settings_of_the_wrong_kind(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidSettingError):
@@ -435,7 +445,13 @@ def test_keys_name_model_dtype_preamble_and_tokenizer(tmp_path: Path) -> None:
 
     base = keys()
     assert keys() == base
-    for changes in ({"family": "qwen2"}, {"preamble": "Other."}, {"preamble": None}, {"tokenizer": "llama3"}):
+    for changes in (
+        {"family": "qwen2"},
+        {"preamble": "Other."},
+        {"policy": "none"},
+        {"policy": "system"},
+        {"tokenizer": "llama3"},
+    ):
         assert not keys(**changes) & base
     assert keys(selector=QuestionAttention(), ratio=0.5) == base
 

@@ -1,8 +1,7 @@
-"""Chunk KV, computed once and stored: a chunk prefilled behind a preamble.
+"""Chunk KV, computed once and stored: a chunk prefilled behind what variants.py chooses.
 
-A chunk prefilled alone sits at the start of a context, where a model's first tokens soak up attention and look like
-nothing that happens later. Behind the preamble, the ids that stand before the first chunk of a real prompt, it sees
-the same beginning it will have at query time. The preamble's own KV is computed once and kept.
+The head, the ids that stand before the first chunk of a real prompt, is prefilled once and kept; so is the context
+behind it that was used last, since many chunks in a row share one.
 """
 
 from __future__ import annotations
@@ -19,41 +18,51 @@ from ragblend.model.decoder import Decoder, KVCache
 
 
 class Precomputer:
-    """Computes the standalone KV of chunks behind one preamble.
+    """Computes the standalone KV of chunks behind one head.
 
-    preamble_ids: may be empty: the chunk is then prefilled alone, as published CacheBlend does.
+    head_ids: may be empty: a chunk without a context is then prefilled alone, as published CacheBlend does.
     """
 
-    def __init__(self, decoder: Decoder, preamble_ids: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, head_ids: Sequence[int]) -> None:
         self._decoder = decoder
-        self._preamble = torch.as_tensor(list(preamble_ids), dtype=torch.int64)
+        self._head = tuple(head_ids)
+        self._known: tuple[int, ...] = ()  # ids whose KV stands at the start of the buffers
         self._cache: KVCache | None = None
 
-    def chunk_kv(self, ids: Sequence[int]) -> ChunkKV:
+    def chunk_kv(self, ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """Unrotated KV of a chunk's tokens, on the CPU: LayerKV [kv_heads, tokens, dim] for each layer.
 
+        Args:
+            ids: [chunk tokens].
+            context: what stands between the head and the chunk.
+
         Raises:
-            ContextWindowError: preamble and chunk do not fit the model.
+            ContextWindowError: head, context and chunk do not fit the model.
         """
-        known = len(self._preamble)
-        tokens = known + len(ids)
+        before = (*self._head, *context)
+        tokens = len(before) + len(ids)
         if tokens > self._decoder.context_window_tokens:
             raise ContextWindowError(tokens, 0, self._decoder.context_window_tokens)
         cache = self._room_for(tokens)
-        chunk = torch.cat([self._preamble, torch.as_tensor(ids, dtype=torch.int64)])
-        prefill(self._decoder, cache, full_plan(chunk, known), None, RecomputeNone(), 0.0)
-        return self._unrotated(cache, known, tokens)
+        if self._known != before:
+            self._known = self._head if self._known[: len(self._head)] == self._head else ()
+            if self._known != before:
+                self._prefill(cache, before)
+            self._known = before
+        self._prefill(cache, (*before, *ids))
+        return self._unrotated(cache, len(before), tokens)
+
+    def _prefill(self, cache: KVCache, ids: Sequence[int]) -> None:
+        prefill(self._decoder, cache, full_plan(ids, len(self._known)), None, RecomputeNone(), 0.0)
 
     def _room_for(self, tokens: int) -> KVCache:
-        """Buffers of at least that size with the preamble's KV at their start."""
+        """Buffers of at least that size, with what is known at their start."""
         if self._cache is None or self._cache.capacity < tokens:
             grown = self._decoder.new_cache(tokens if self._cache is None else tokens + tokens // 4)
-            known = len(self._preamble)
+            known = slice(0, len(self._known))
             if self._cache is not None:
                 for layer in range(self._decoder.n_layers):
-                    grown.write(layer, slice(0, known), *self._cache.read(layer, slice(0, known)))
-            elif known:
-                prefill(self._decoder, grown, full_plan(self._preamble), None, RecomputeNone(), 0.0)
+                    grown.write(layer, known, *self._cache.read(layer, known))
             self._cache = grown
         return self._cache
 

@@ -1,20 +1,39 @@
-"""The ways of answering that are compared, and the questions they are compared on."""
+"""The ways of answering that are compared, and the questions they are compared on.
+
+A way of answering is a policy (what chunks were prefilled behind) and a selector (which tokens are recomputed), written
+policy/selector; a few have names of their own.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.blend.selectors import HKVD, QuestionAttention, RecomputeNone
+import numpy as np
+
+from ragblend.blend.prefill import Selector
+from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeNone
+from ragblend.blend.variants import POLICIES, Policy
 from ragblend.engine import EngineSettings, RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.model.decoder import Decoder, PreTrainedTokenizerBase
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import KVStore
+
+SELECTORS: Mapping[str, Selector] = {
+    "none": RecomputeNone(),
+    "first": FirstTokens(),
+    "hkvd": HKVD(layers=10),
+    "hkvd-oneshot": HKVD(),
+    "question": QuestionAttention(),
+}
+NAMED = {"reuse": "none/none", "cacheblend": "none/hkvd", "blend": "neighbours/question"}
+"""reuse: chunks prefilled alone, used as they are. cacheblend: as published, HKVD tokens by the keys of layer 1 with
+gradual filtering. blend: what ragblend does if it is told nothing else."""
 
 HEAD = "Answer the question from the passages below.\n\n"
 SEPARATOR = "\n\n"
@@ -36,9 +55,11 @@ class Question:
 
 
 def read_questions(
-    data: Path, tokenizer: PromptTokenizer, *, chunks: int, chunk_tokens: int, limit: int
+    data: Path, tokenizer: PromptTokenizer, *, chunks: int, chunk_tokens: int, limit: int | None
 ) -> list[Question]:
     """Questions of a JSONL file of {question, answers, chunks}, each with `chunks` chunks of at most `chunk_tokens`.
+
+    limit: so many at most; None: all.
 
     Raises:
         InvalidSettingError: the file cannot be read, or has no question with that many chunks.
@@ -87,39 +108,77 @@ class Strategy:
         return self.ratio < 1.0
 
 
+def parsed(strategy: str) -> tuple[Policy, Selector]:
+    """The policy and the selector that a strategy's name means.
+
+    Raises:
+        InvalidSettingError: it means none.
+    """
+    policy, _, selector = NAMED.get(strategy, strategy).partition("/")
+    for known in POLICIES:
+        if policy == known and selector in SELECTORS:
+            return known, SELECTORS[selector]
+    raise InvalidSettingError(
+        f"there is no strategy {strategy!r}: take one of {', '.join(NAMED)}, or policy/selector with a policy of "
+        f"{', '.join(POLICIES)} and a selector of {', '.join(SELECTORS)}"
+    )
+
+
+@contextmanager
+def engines(
+    model: Decoder, tokenizer: PreTrainedTokenizerBase, store: KVStore, names: Sequence[str], *, namespace: str = ""
+) -> Iterator[dict[str, RagBlend]]:
+    """An engine for each strategy, on one model and one store; "full" and "prefix" are full prefills.
+
+    Blended prefixes are not kept: a repetition would measure RAM, not blending.
+    """
+    with ExitStack() as stack:
+        made: dict[str, RagBlend] = {}
+        for name in names:
+            policy, selector = parsed("blend" if name in ("full", "prefix") else name)
+            # Published systems have no prefix cache beside the blend, and a full prefill must be one.
+            settings = EngineSettings(
+                preamble=HEAD,
+                policy=policy,
+                namespace=namespace,
+                selector=selector,
+                prefix_cache_bytes=0 if name == "full" or policy == "none" else EngineSettings.prefix_cache_bytes,
+                reuse_blended=False,
+                learn=False,
+            )
+            made[name] = stack.enter_context(RagBlend(model, tokenizer, store, settings))
+        yield made
+
+
 @contextmanager
 def strategies(
     model: Decoder, tokenizer: PreTrainedTokenizerBase, store: KVStore, ratio: float
 ) -> Iterator[list[Strategy]]:
-    """The strategies, on one model and one store.
+    """What speed is compared of.
 
     full: a full prefill. prefix: a full prefill behind what a prefix cache finds. reuse: stored KV as it is.
-    cacheblend: as published, chunks prefilled alone and HKVD tokens recomputed. blend: ragblend's defaults.
-    Blended prefixes are not kept: a repetition would measure RAM, not blending.
+    cacheblend: as published. blend: ragblend's defaults.
     """
-    base = EngineSettings(preamble=HEAD, ratio=ratio, reuse_blended=False, learn=False)
-    made = [
-        Strategy("full", _engine(model, tokenizer, store, base, prefix_cache_bytes=0), 1.0),
-        Strategy("prefix", _engine(model, tokenizer, store, base), 1.0),
-        Strategy("reuse", _engine(model, tokenizer, store, base, selector=RecomputeNone()), 0.0),
-        Strategy(
-            "cacheblend",
-            _engine(model, tokenizer, store, base, preamble=None, selector=HKVD(), prefix_cache_bytes=0),
-            ratio,
-        ),
-        Strategy("blend", _engine(model, tokenizer, store, base, selector=QuestionAttention()), ratio),
-    ]
-    try:
-        yield made
-    finally:
-        for strategy in made:
-            strategy.engine.close()
+    ratios = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "cacheblend": ratio, "blend": ratio}
+    with engines(model, tokenizer, store, list(ratios)) as made:
+        yield [Strategy(name, made[name], ratio) for name, ratio in ratios.items()]
 
 
-def _engine(
-    model: Decoder, tokenizer: PreTrainedTokenizerBase, store: KVStore, base: EngineSettings, **changes: object
-) -> RagBlend:
-    return RagBlend(model, tokenizer, store, replace(base, **changes))  # type: ignore[arg-type]
+def neighbours_of(
+    texts: Sequence[str], vectors: np.ndarray, *, count: int = 16, apart: Sequence[int] | None = None
+) -> list[list[str]]:
+    """For each text the closest other texts, closest first.
+
+    Args:
+        vectors: [texts, dimensions] float32 of length 1.
+        apart: a group for each text; neighbours are then taken from other groups only.
+    """
+    found = []
+    for n, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+        order = np.argsort(-(vectors @ vector), kind="stable")
+        ranked = dict.fromkeys(texts[m] for m in order if apart is None or apart[m] != apart[n])
+        found.append([other for other in ranked if other != text][:count])
+    return found
 
 
 def orders(chunks: int, count: int, seed: int) -> list[list[int]]:

@@ -70,11 +70,14 @@ class UnreadableError(Exception):
     """This file holds no text we can get at; its message says why."""
 
 
-def find_files(paths: Sequence[str | Path], *, exclude: Path | None = None) -> tuple[list[Path], list[Skipped]]:
+def find_files(
+    paths: Sequence[str | Path], *, exclude: Path | None = None, may_be_empty: bool = False
+) -> tuple[list[Path], list[Skipped]]:
     """All files under the paths, each once, in a stable order; hidden ones only where they are named themselves.
 
     Args:
         exclude: a folder that is left out: a store is no document.
+        may_be_empty: whether finding nothing is fine.
 
     Raises:
         IngestError: a path does not exist, or there is no file at all.
@@ -88,7 +91,7 @@ def find_files(paths: Sequence[str | Path], *, exclude: Path | None = None) -> t
         root = Path(os.path.abspath(Path(path).expanduser()))
         for file in _walk(root, exclude, skipped) if root.is_dir() else [root]:
             files[file] = None
-    if not files and not skipped:
+    if not files and not skipped and not may_be_empty:
         raise IngestError(f"nothing to ingest: there are no files in {', '.join(map(str, paths)) or 'no paths'}")
     return list(files), skipped
 

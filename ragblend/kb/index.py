@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import sqlite3
@@ -29,7 +30,7 @@ import xxhash
 
 from ragblend.errors import IngestError, StoreError, StoreFormatError, StoreFullError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _DATABASE = "index.db"
 _VECTORS = "vectors.faiss"
@@ -43,38 +44,49 @@ CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     document TEXT NOT NULL REFERENCES documents (name),
     text TEXT NOT NULL,
+    digest BLOB NOT NULL,
     metadata TEXT NOT NULL,
     vector BLOB NOT NULL
 );
 CREATE INDEX chunks_of_document ON chunks (document);
+CREATE INDEX chunks_of_digest ON chunks (digest);
 CREATE TABLE kv (
     chunk INTEGER NOT NULL REFERENCES chunks (id) ON DELETE CASCADE,
     model TEXT NOT NULL,
     key TEXT NOT NULL,
-    PRIMARY KEY (chunk, model)
+    behind BLOB,
+    PRIMARY KEY (chunk, model, key)
 ) WITHOUT ROWID;
 CREATE INDEX kv_of_key ON kv (key);
 """
+_STALE = "behind IS NOT NULL AND behind NOT IN (SELECT digest FROM chunks)"
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """One chunk of the index. kv_key: under which the KV store has it for the model that was asked about, if noted."""
+    """One chunk of the index. kv_keys: under which the KV store has it for the model that was asked about, if noted."""
 
     id: int
     document: str
     text: str
     metadata: dict[str, Any]
-    kv_key: str | None = None
+    kv_keys: tuple[str, ...] = ()
+
+
+class KVEntry(NamedTuple):
+    """One stored variant of a chunk's KV. behind: the text of another chunk that it was prefilled behind, if any."""
+
+    key: str
+    behind: str | None = None
 
 
 class NewChunk(NamedTuple):
-    """One chunk to add. vector: [dimensions] float32."""
+    """One chunk to add. vector: [dimensions] float32. kv: its stored variants."""
 
     text: str
     metadata: Mapping[str, Any]
     vector: np.ndarray
-    kv_key: str
+    kv: Sequence[KVEntry]
 
 
 class Found(NamedTuple):
@@ -162,11 +174,22 @@ class DocumentIndex:
     def chunks_of(self, document: str, model: str) -> list[StoredChunk]:
         """A document's chunks in reading order, each with the key of its KV by `model` where that is noted."""
         query = (
-            "SELECT id, document, text, metadata, key FROM chunks LEFT JOIN kv ON chunk = id AND model = ?"
-            " WHERE document = ? ORDER BY id"
+            "SELECT id, document, text, metadata, (SELECT GROUP_CONCAT(key) FROM kv WHERE chunk = id AND model = ?)"
+            " FROM chunks WHERE document = ? ORDER BY id"
         )
         with self._typed_errors("read"):
             return [_chunk(row) for row in self._db.execute(query, (model, document))]
+
+    def vectors_of(self, document: str) -> np.ndarray:
+        """The vectors of a document's chunks, in reading order: [chunks, dimensions] float32."""
+        with self._typed_errors("read"):
+            rows = self._db.execute("SELECT vector FROM chunks WHERE document = ? ORDER BY id", (document,)).fetchall()
+            return np.frombuffer(b"".join(vector for (vector,) in rows), "<f4").reshape(len(rows), self.dimensions or 0)
+
+    def stale_keys(self) -> list[str]:
+        """Keys of KV that was prefilled behind a text that no chunk has any more, sorted."""
+        with self._typed_errors("read"):
+            return [key for (key,) in self._db.execute(f"SELECT DISTINCT key FROM kv WHERE {_STALE} ORDER BY key")]
 
     def search(self, vector: np.ndarray, top_k: int) -> list[Found]:
         """The closest chunks to a normalised vector [dimensions] float32, closest first."""
@@ -213,17 +236,16 @@ class DocumentIndex:
             )
             added: list[int] = []
             for chunk in chunks:
-                row = (document, chunk.text, json.dumps(dict(chunk.metadata)), chunk.vector.astype("<f4").tobytes())
+                vector = chunk.vector.astype("<f4").tobytes()
+                row = (document, chunk.text, _digest(chunk.text), json.dumps(dict(chunk.metadata)), vector)
                 cursor = self._db.execute(
-                    "INSERT INTO chunks (document, text, metadata, vector) VALUES (?, ?, ?, ?)", row
+                    "INSERT INTO chunks (document, text, digest, metadata, vector) VALUES (?, ?, ?, ?, ?)", row
                 )
                 added.append(int(cursor.lastrowid or 0))
-                self._db.execute("INSERT INTO kv VALUES (?, ?, ?)", (added[-1], model, chunk.kv_key))
+                self._note_kv(added[-1], model, chunk.kv)
             before = int(self._meta("generation") or 0)
             self._set_meta("generation", str(before + 1))
-            unreferenced = [
-                key for key in known if not self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone()
-            ]
+            unreferenced = [key for key in known if not self._refers_to(key)]
         # Only after the commit, so that memory never runs ahead of the disk.
         if self._faiss is not None and self._faiss_generation == before:
             if gone:
@@ -233,11 +255,46 @@ class DocumentIndex:
             self._faiss_generation = before + 1
         return unreferenced
 
-    def note_kv(self, keys: Mapping[int, str], *, model: str) -> None:
-        """Note under which keys the KV of chunks is stored for a model: {chunk id: key}."""
-        rows = [(chunk_id, model, key) for chunk_id, key in keys.items()]
+    def remove(self, document: str) -> list[str]:
+        """Forget a document; keys of KV that no chunk refers to any more."""
         with self._typed_errors("write to"), self._transaction():
-            self._db.executemany("INSERT INTO kv VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET key = excluded.key", rows)
+            keys = dict.fromkeys(
+                key
+                for (key,) in self._db.execute(
+                    "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ?", (document,)
+                )
+            )
+            self._db.execute("DELETE FROM chunks WHERE document = ?", (document,))
+            self._db.execute("DELETE FROM documents WHERE name = ?", (document,))
+            # Made again from what is left when it is asked for next.
+            self._set_meta("generation", str(int(self._meta("generation") or 0) + 1))
+            return [key for key in keys if not self._refers_to(key)]
+
+    def note_kv(self, entries: Mapping[int, Sequence[KVEntry]], *, model: str) -> list[str]:
+        """Note the stored variants of chunks, by chunk id, in the place of those noted for the model before.
+
+        Returns:
+            Keys that were noted for these chunks and that no chunk refers to any more.
+        """
+        gone: dict[str, None] = {}
+        with self._typed_errors("write to"), self._transaction():
+            for chunk, kv in entries.items():
+                where = (chunk, model)
+                gone |= dict.fromkeys(
+                    key for (key,) in self._db.execute("SELECT key FROM kv WHERE chunk = ? AND model = ?", where)
+                )
+                self._db.execute("DELETE FROM kv WHERE chunk = ? AND model = ?", where)
+                self._note_kv(chunk, model, kv)
+            return [key for key in gone if not self._refers_to(key)]
+
+    def forget_stale(self) -> list[str]:
+        """Note that chunks with stale KV have none at all for those models; the documents they are in, sorted."""
+        with self._typed_errors("write to"), self._transaction():
+            rows = self._db.execute(
+                f"SELECT DISTINCT chunk, model, document FROM kv JOIN chunks ON chunk = id WHERE {_STALE}"
+            ).fetchall()
+            self._db.executemany("DELETE FROM kv WHERE chunk = ? AND model = ?", [row[:2] for row in rows])
+            return sorted({document for _, _, document in rows})
 
     def kv_keys(self, model: str) -> list[str]:
         """All keys under which the KV of chunks is noted for a model, sorted."""
@@ -307,6 +364,13 @@ class DocumentIndex:
         self.close()
 
     # ---- inside
+
+    def _note_kv(self, chunk: int, model: str, kv: Sequence[KVEntry]) -> None:
+        rows = [(chunk, model, key, None if behind is None else _digest(behind)) for key, behind in kv]
+        self._db.executemany("INSERT INTO kv VALUES (?, ?, ?, ?)", rows)
+
+    def _refers_to(self, key: str) -> bool:
+        return self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone() is not None
 
     def _check_vectors(self, chunks: Sequence[NewChunk], embedding_model: str) -> None:
         known, dimensions = self._meta("embedding_model"), self._meta("dimensions")
@@ -422,5 +486,9 @@ class DocumentIndex:
 
 
 def _chunk(row: Sequence[Any]) -> StoredChunk:
-    chunk_id, document, text, metadata, key = row
-    return StoredChunk(chunk_id, document, text, json.loads(metadata), key)
+    chunk_id, document, text, metadata, keys = row
+    return StoredChunk(chunk_id, document, text, json.loads(metadata), tuple(keys.split(",")) if keys else ())
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

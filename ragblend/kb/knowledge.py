@@ -1,10 +1,12 @@
 """KnowledgeBase: keeps index and KV store in step, asks and answers.
 
-    ingest   document -> unchanged? nothing to do : parts -> chunks -> KV -> vectors -> one commit to the index
+    ingest   new documents -> parts -> chunks -> vectors; then each: neighbours -> KV -> one commit to the index
     query    question -> vector -> closest chunks -> LlamaIndex's query engine over RagBlendLLM -> answer, report
 
-A document enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the
-document it was at, and finds the KV of that document's chunks when it comes back.
+Chunks are prefilled behind their neighbours, the closest chunks of the corpus, so all vectors come first. A document
+enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the document it was
+at, and finds the KV of that document's chunks when it comes back. KV that stands behind a text that has gone from the
+corpus is deleted, and those chunks are prefilled anew.
 
 Models are loaded when they are first needed: statistics, and an ingest in which nothing changed, need none.
 """
@@ -12,6 +14,7 @@ Models are loaded when they are first needed: statistics, and an ingest in which
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +36,7 @@ from ragblend.kb.files import (
     read_file,
     readable,
 )
-from ragblend.kb.index import DocumentIndex, NewChunk, StoredChunk
+from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk, StoredChunk
 from ragblend.report import BlendReport
 from ragblend.store.kvstore import KVStore, VerifyReport
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_TOKENS = 300
 DEFAULT_TOP_K = 4
+_NEIGHBOURS = 16  # offered for each chunk; overlapping chunks have many that are nearly copies
 
 Progress = Callable[[str, float, int], None]
 """Called with (document at work, documents done with its fraction, documents in all)."""
@@ -65,6 +69,8 @@ class IngestSummary:
         tokens, bytes: of the KV that was prefilled now.
         seconds: wall time, loading of models included.
         skipped: files that hold no text we can get at.
+        refreshed: chunks prefilled again, because a text that they were prefilled behind has gone from the corpus.
+        pruned: documents that were forgotten.
     """
 
     documents: int
@@ -76,6 +82,8 @@ class IngestSummary:
     bytes: int
     seconds: float
     skipped: tuple[Skipped, ...]
+    refreshed: int = 0
+    pruned: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "skipped": [skip._asdict() for skip in self.skipped]}
@@ -150,6 +158,15 @@ class Verification:
         }
 
 
+class _Split(NamedTuple):
+    """A new document, ready to be prefilled. vectors: [pieces, dimensions] float32."""
+
+    name: str
+    digest: str
+    pieces: list[Part]
+    vectors: np.ndarray
+
+
 class _Document(NamedTuple):
     """digest: of its content; raises UnreadableError. read: its text; raises UnreadableError."""
 
@@ -215,68 +232,109 @@ class KnowledgeBase:
 
     # ---- ingest
 
-    def ingest(self, paths: Sequence[str | Path], *, progress: Progress | None = None) -> IngestSummary:
+    def ingest(
+        self, paths: Sequence[str | Path], *, prune: bool = False, progress: Progress | None = None
+    ) -> IngestSummary:
         """Read the files under the paths. Only what is new or changed is worked on.
+
+        Args:
+            prune: also forget documents under these paths whose files are gone.
 
         Raises:
             IngestError: a path does not exist, or there is no file at all.
             ModelError, MissingDependencyError: a model is needed and not to be had.
             StoreFullError: the disk is full; what was committed before stays.
         """
-        files, skipped = find_files(paths, exclude=self.store.directory)
+        files, skipped = find_files(paths, exclude=self.store.directory, may_be_empty=prune)
         documents = [_file(path) for path in files]
-        return self._ingest(documents, skipped, progress)
+        vanished: list[str] = []
+        if prune:
+            roots = [Path(os.path.abspath(Path(path).expanduser())) for path in paths]
+            vanished = [name for name in self.index.digests() if _vanished(Path(name), roots)]
+        return self._ingest(documents, skipped, vanished, progress)
 
     def ingest_texts(self, texts: Mapping[str, str], *, progress: Progress | None = None) -> IngestSummary:
         """The same for texts that are no files: {name: text}."""
-        return self._ingest([_text(name, text) for name, text in texts.items()], [], progress)
+        return self._ingest([_text(name, text) for name, text in texts.items()], [], [], progress)
 
     def _ingest(
-        self, documents: Sequence[_Document], skipped: list[Skipped], progress: Progress | None
+        self,
+        documents: Sequence[_Document],
+        skipped: list[Skipped],
+        vanished: Sequence[str],
+        progress: Progress | None,
     ) -> IngestSummary:
         started = time.perf_counter()
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
-        known = self.index.digests()
-        done = unchanged = chunks = 0
         reports: list[IngestReport] = []
+        refreshed: list[IngestReport] = []
+        chunks = 0
         try:
-            for n, document in enumerate(documents):
-                at_work = _fraction(progress, document.name, n, len(documents))
-                at_work(0.0)
-                try:
-                    digest = f"{document.digest()}-{self.chunk_tokens}"
-                    if known.get(document.name) == digest:
-                        unchanged += 1
-                        reports += self._prefill_lacking(document.name, at_work)
-                        continue
-                    pieces = self._split(document.read())
-                    if not pieces:
-                        skipped.append(Skipped(document.name, "no text in it"))
-                        continue
-                    reports.append(self._prefill([piece.text for piece in pieces], at_work))
-                except (UnreadableError, ContextWindowError) as error:
-                    skipped.append(Skipped(document.name, readable(str(error))))
-                    continue
-                self._commit(document.name, digest, pieces)
-                done += 1
-                chunks += len(pieces)
+            for name in vanished:
+                self._free(self.index.remove(name))
+            unchanged, new = self._read(documents, skipped, progress)
+            corpus = _Corpus(self.index, new)
+            done = len(documents) - len(unchanged) - len(new)  # those that were skipped
+            for n, split in enumerate(new, done):
+                reports.append(self._prefill_new(split, corpus, _fraction(progress, split.name, n, len(documents))))
+                chunks += len(split.pieces)
+            for n, name in enumerate(unchanged, done + len(new)):
+                reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
+            # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served.
+            for key in self.index.stale_keys():
+                self.store.delete(key)
+            for name in self.index.forget_stale():
+                refreshed += self._prefill_lacking(
+                    name, corpus, _fraction(progress, name, len(documents), len(documents))
+                )
         finally:
             self.index.save()
         if progress is not None:
             progress("", len(documents), len(documents))
+        everything = [*reports, *refreshed]
         return IngestSummary(
-            documents=done,
-            unchanged=unchanged,
+            documents=len(new),
+            unchanged=len(unchanged),
             chunks=chunks,
             computed=sum(r.computed for r in reports),
             already_stored=sum(r.already_stored for r in reports),
-            tokens=sum(r.tokens for r in reports),
-            bytes=sum(r.bytes for r in reports),
+            tokens=sum(r.tokens for r in everything),
+            bytes=sum(r.bytes for r in everything),
             seconds=time.perf_counter() - started,
             skipped=tuple(skipped),
+            refreshed=sum(r.computed for r in refreshed),
+            pruned=len(vanished),
         )
+
+    def _read(
+        self, documents: Sequence[_Document], skipped: list[Skipped], progress: Progress | None
+    ) -> tuple[list[str], list[_Split]]:
+        """Names of unchanged documents, and new ones in chunks with their vectors."""
+        known = self.index.digests()
+        unchanged: list[str] = []
+        new: dict[str, _Split] = {}
+        for document in documents:
+            _fraction(progress, document.name, 0, len(documents))(0.0)
+            try:
+                digest = f"{document.digest()}-{self.chunk_tokens}"
+                if known.get(document.name) == digest:
+                    unchanged.append(document.name)
+                    continue
+                pieces = self._split(document.read())
+                for piece in pieces:
+                    self._check_fits(piece.text)
+            except (UnreadableError, ContextWindowError) as error:
+                skipped.append(Skipped(document.name, readable(str(error))))
+                continue
+            if not pieces:
+                skipped.append(Skipped(document.name, "no text in it"))
+                continue
+            title = Path(document.name).stem  # says what the whole document is about, which a chunk alone may not
+            vectors = self._embedder.embed([f"{title}\n\n{piece.text}" for piece in pieces])
+            new[document.name] = _Split(document.name, digest, pieces, vectors)
+        return unchanged, list(new.values())
 
     def _split(self, parts: Sequence[Part]) -> list[Part]:
         from llama_index.core.node_parser import SentenceSplitter
@@ -301,39 +359,61 @@ class KnowledgeBase:
         ]
         return [piece for piece in pieces if piece.text]
 
-    def _prefill(self, texts: Sequence[str], at_work: Callable[[float], None]) -> IngestReport:
-        # One more step than texts: vectors and the commit are still to come.
-        return self.engine.ingest(texts, progress=lambda count: at_work(count / (len(texts) + 1)))
+    def _check_fits(self, text: str) -> None:
+        """Raises ContextWindowError where a chunk is too long for the model, which a splitter cannot always prevent."""
+        engine = self.engine
+        tokens = len(engine.preamble_ids) + len(engine.prompts.encode_text(text))
+        if tokens > engine.decoder.context_window_tokens:
+            raise ContextWindowError(tokens, 0, engine.decoder.context_window_tokens)
 
-    def _prefill_lacking(self, document: str, at_work: Callable[[float], None]) -> list[IngestReport]:
+    def _prefill_new(self, split: _Split, corpus: _Corpus, at_work: Callable[[float], None]) -> IngestReport:
+        texts = [piece.text for piece in split.pieces]
+        report, kv = self._prefill(texts, split.vectors, corpus, at_work)
+        chunks = [
+            NewChunk(piece.text, piece.metadata, vector, entries)
+            for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
+        ]
+        unreferenced = self.index.replace(
+            split.name, split.digest, chunks, model=self._model_signature, embedding_model=self._embedding_model
+        )
+        self._free(unreferenced)
+        return report
+
+    def _prefill(
+        self, texts: Sequence[str], vectors: np.ndarray, corpus: _Corpus, at_work: Callable[[float], None]
+    ) -> tuple[IngestReport, list[list[KVEntry]]]:
+        """Prefill texts behind their neighbours; what was done, and the stored variants of each."""
+        neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+        # One more step than texts: the commit is still to come.
+        report = self.engine.ingest(
+            texts, neighbours=neighbours, progress=lambda count: at_work(count / (len(texts) + 1))
+        )
+        kv: list[list[KVEntry]] = [[] for _ in texts]
+        for entry in report.entries:
+            behind = None if entry.neighbour is None else neighbours[entry.text][entry.neighbour]
+            kv[entry.text].append(KVEntry(entry.key, behind))
+        return report, kv
+
+    def _prefill_lacking(self, document: str, corpus: _Corpus, at_work: Callable[[float], None]) -> list[IngestReport]:
         """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since."""
-        lacking = [c for c in self.index.chunks_of(document, self._model_signature) if not self._has_kv(c)]
+        chunks = self.index.chunks_of(document, self._model_signature)
+        lacking = [n for n, chunk in enumerate(chunks) if not self._has_kv(chunk)]
         if not lacking:
             return []
-        report = self._prefill([chunk.text for chunk in lacking], at_work)
-        self.index.note_kv({chunk.id: self._key(chunk.text) for chunk in lacking}, model=self._model_signature)
+        vectors = self.index.vectors_of(document)[lacking]
+        report, kv = self._prefill([chunks[n].text for n in lacking], vectors, corpus, at_work)
+        noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
+        self._free(self.index.note_kv(noted, model=self._model_signature))
         return [report]
 
     def _has_kv(self, chunk: StoredChunk) -> bool:
         # In a store that is too small for everything, putting back what was evicted would evict the rest, each time.
         # A chunk that is asked about is learned then.
-        return chunk.kv_key is not None and (chunk.kv_key in self.store or self._evicts)
+        return bool(chunk.kv_keys) and (self._evicts or all(key in self.store for key in chunk.kv_keys))
 
-    def _commit(self, document: str, digest: str, pieces: Sequence[Part]) -> None:
-        title = Path(document).stem  # says what the whole document is about, which a chunk alone may not
-        vectors = self._embedder.embed([f"{title}\n\n{piece.text}" for piece in pieces])
-        chunks = [
-            NewChunk(piece.text, piece.metadata, vector, self._key(piece.text))
-            for piece, vector in zip(pieces, vectors, strict=True)
-        ]
-        unreferenced = self.index.replace(
-            document, digest, chunks, model=self._model_signature, embedding_model=self._embedding_model
-        )
-        for key in unreferenced:
+    def _free(self, keys: Sequence[str]) -> None:
+        for key in keys:
             self.store.delete(key)
-
-    def _key(self, text: str) -> str:
-        return self.engine.chunk_key(text)
 
     # ---- ask
 
@@ -505,6 +585,36 @@ class KnowledgeBase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Corpus:
+    """Where a chunk's neighbours are looked for: in the index, and among the documents that are about to enter it."""
+
+    def __init__(self, index: DocumentIndex, new: Sequence[_Split]) -> None:
+        import numpy as np
+
+        self._index = index
+        self._replaced = {split.name for split in new}
+        self._texts = [piece.text for split in new for piece in split.pieces]
+        self._vectors = np.concatenate([split.vectors for split in new]) if new else None
+
+    def neighbours(self, text: str, vector: np.ndarray) -> list[str]:
+        """The closest other texts, closest first."""
+        found = [
+            (hit.similarity, hit.chunk.text)
+            for hit in self._index.search(vector, _NEIGHBOURS)
+            if hit.chunk.document not in self._replaced
+        ]
+        if self._vectors is not None:
+            similarities = self._vectors @ vector
+            closest = similarities.argsort(kind="stable")[::-1][: 2 * _NEIGHBOURS]
+            found += [(float(similarities[n]), self._texts[n]) for n in closest]
+        ranked = sorted(found, key=lambda hit: (-hit[0], hit[1]))
+        return [other for other in dict.fromkeys(other for _, other in ranked) if other != text][:_NEIGHBOURS]
+
+
+def _vanished(path: Path, roots: Sequence[Path]) -> bool:
+    return any(path == root or root in path.parents for root in roots) and not path.exists()
 
 
 def _file(path: Path) -> _Document:

@@ -98,9 +98,12 @@ def joined_parts(parts: Iterable[str | Chunk]) -> list[str | Chunk]:
 
 
 def chunk_key(
-    model_fingerprint: str, preamble_ids: Sequence[int] | np.ndarray, token_ids: Sequence[int] | np.ndarray
+    model_fingerprint: str,
+    preamble_ids: Sequence[int] | np.ndarray,
+    token_ids: Sequence[int] | np.ndarray,
+    variant: str = "",
 ) -> str:
-    """The name under which a chunk's KV is stored: equal exactly when model, preamble and tokens are equal.
+    """The name under which a chunk's KV is stored: equal exactly when model, preamble, tokens and variant are equal.
 
     The same in every process and on every machine.
 
@@ -108,6 +111,7 @@ def chunk_key(
         model_fingerprint: what makes the KV: weights, dtype, config, tokenizer.
         preamble_ids: [preamble tokens], what the chunk is prefilled behind; may be empty.
         token_ids: [chunk tokens], at least one.
+        variant: what else stood between preamble and chunk, where that is not the same for all chunks.
 
     Returns:
         64 hex digits.
@@ -127,6 +131,8 @@ def chunk_key(
         digest.update(data)
     if len(token_ids) == 0:
         raise InvalidSettingError("a chunk needs at least one token to have a key")
+    if variant:
+        digest.update(variant.encode())  # the last part: it needs no length in front
     return digest.hexdigest()
 
 

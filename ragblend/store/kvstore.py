@@ -58,6 +58,8 @@ MAX_RECORDS = 500_000
 """Text records kept; beyond, the oldest are forgotten. About 300 bytes of disk each."""
 
 _MAX_RECORD_BYTES = 256
+_MAX_NOTE_BYTES = 64 << 10
+_KEYS_AT_ONCE = 500  # SQLite takes about a thousand parameters a query
 _MARKER = "ragblend.json"
 _LOCK = "ragblend.lock"
 _IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
@@ -132,10 +134,11 @@ class VerifyReport:
 
 
 class _File(NamedTuple):
-    """A payload file that is already written."""
+    """A payload file that is already written, and the note that its row carries."""
 
     name: str
     size_bytes: int
+    note: bytes
 
 
 class _UnusableError(StoreError):
@@ -159,10 +162,10 @@ class _Disk(diskcache.Disk):  # type: ignore[misc]
             raise _UnusableError("refusing to unpickle a stored key")
         return super().get(key, raw)
 
-    def store(self, value: object, read: bool, key: object = diskcache.UNKNOWN) -> tuple[int, int, str, None]:
+    def store(self, value: object, read: bool, key: object = diskcache.UNKNOWN) -> tuple[int, int, str, bytes]:
         if not isinstance(value, _File):
             raise StoreError(f"refusing a value of type {type(value).__name__}: it would have to be pickled")
-        return value.size_bytes, diskcache.core.MODE_BINARY, value.name, None
+        return value.size_bytes, diskcache.core.MODE_BINARY, value.name, value.note
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
         """The payload file's path; opening it is left to the caller, who then is sure to close it."""
@@ -345,7 +348,7 @@ class KVStore:
 
     # ---- chunks
 
-    def put(self, key: str, layers: ChunkKV, *, overwrite: bool = False) -> int:
+    def put(self, key: str, layers: ChunkKV, *, note: bytes = b"", overwrite: bool = False) -> int:
         """Store one chunk's KV and return its payload size in bytes.
 
         A key that is already stored costs a look-up and nothing is written, unless overwrite is True. Evicts least
@@ -354,9 +357,10 @@ class KVStore:
         Args:
             key: the chunk key.
             layers: one LayerKV a layer, see payload.encode.
+            note: a few bytes kept in the index beside it, for `notes`.
 
         Raises:
-            InvalidSettingError: the KV is malformed, or alone larger than the size limit.
+            InvalidSettingError: the KV is malformed, or alone larger than the size limit; or the note is too long.
             StoreFullError: the disk is full. Nothing of this chunk is left behind, and what was stored is intact.
             StoreError: the store is closed, cannot be written, or stayed locked for a minute.
         """
@@ -364,6 +368,8 @@ class KVStore:
 
         if not isinstance(key, str) or not key:
             raise InvalidSettingError(f"a chunk key is a text that is not empty, not {key!r:.80}")
+        if len(note) > _MAX_NOTE_BYTES:
+            raise InvalidSettingError(f"a note has at most {_MAX_NOTE_BYTES} bytes, not {len(note)}")
         with self._typed_errors("write to"):
             if not overwrite and (size := self._stored_bytes(key)) is not None:
                 return size
@@ -379,7 +385,7 @@ class KVStore:
                     _write_file(self._kv_directory / name, data)
                     with self._kv.writing():
                         # The token count rides along as the tag: statistics need no look into the files.
-                        self._kv.set(key, _File(name, len(data)), tag=layers[0].n_tokens)
+                        self._kv.set(key, _File(name, len(data), note), tag=layers[0].n_tokens)
                 except BaseException:
                     self._kv.disk.remove(name)
                     raise
@@ -417,6 +423,21 @@ class KVStore:
                     with contextlib.suppress(sqlite3.Error, diskcache.Timeout), self._kv.writing(give_up_s=0.0):
                         self._kv.delete(key)
         return [opened[key] for key in keys]
+
+    def notes(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The notes of those keys under which something is stored. No file is opened, nothing counted or touched.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        found: dict[str, bytes] = {}
+        with self._typed_errors("read"):
+            for first in range(0, len(keys), _KEYS_AT_ONCE):
+                some = list(keys[first : first + _KEYS_AT_ONCE])
+                marks = ",".join("?" * len(some))
+                rows = self._kv.rows(f"SELECT key, value FROM Cache WHERE raw = 1 AND key IN ({marks})", some)
+                found.update((key, note if isinstance(note, bytes) else b"") for key, note in rows)
+        return found
 
     def contains(self, key: str) -> bool:
         """Whether something is stored under the key. No read, no effect on the LRU order.
