@@ -123,11 +123,13 @@ def run(
 
     Returns:
         {"strategies": {"blend@0.15": {"kl": ..., "ci": {"kl": [low, high], ...}, ...}, ...},
-        "deviation_by_layer": {...}, "deviation_by_slot": {...}, ...}. kl, kl_median, kl_p95: nats, over the questions, of each one's mean over the
-        answer's tokens; kl_first: mean over the questions of the first token's; agreement: share of tokens at which
-        both would choose the same; exact: share of equal answers; em, f1, rouge_l: against the gold answers;
-        rows_fraction: rows computed over those of a full prefill; ttft_s, select_s: medians, in seconds. Deviations are
-        squared, relative to the full prefill's keys and values.
+        "deviation_by_layer": {...}, "deviation_by_slot": {...}, ...}.
+
+        kl, kl_median, kl_p95: nats, over the questions, of each one's mean over the answer's tokens; kl_first: mean
+        over the questions of the first token's; agreement: share of tokens at which both would choose the same; exact:
+        share of equal answers; em, f1, rouge_l: against the gold answers; rows_fraction: rows computed over those of a
+        full prefill; ttft_s, select_s: medians, in seconds. Deviations are squared, relative to the full prefill's
+        keys and values.
 
     Raises:
         InvalidSettingError, ModelError, MissingDependencyError, StoreError.
