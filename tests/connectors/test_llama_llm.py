@@ -29,7 +29,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from transformers import LlamaForCausalLM
 
@@ -452,6 +452,16 @@ def test_roles_become_those_that_templates_know(llm: RagBlendLLM, engine: Record
     ]
 
 
+@pytest.mark.parametrize("family", ["chatml", "llama2", "gemma"])
+def test_a_system_prompt_before_that_of_a_template_is_one_message_with_it(make_engine: MakeEngine, family: str) -> None:
+    engine = make_engine(family)
+    llm = RagBlendLLM.from_engine(engine, max_tokens=1, system_prompt="First rule.")
+    turns = [(MessageRole.SYSTEM, "Second rule."), (MessageRole.USER, "{x}")]
+    template = ChatPromptTemplate(message_templates=[ChatMessage(role=role, content=text) for role, text in turns])
+    llm.predict(template, x=QUESTION)
+    assert "First rule.\n\nSecond rule." in engine.prompts.decode(engine.prompts_ids[0])
+
+
 def _blocks(*texts: str | None) -> list[ChatMessage]:
     """One message of the user; None stands for a CachePoint."""
     point = CachePoint(cache_control=CacheControl(type="ephemeral"))
@@ -524,8 +534,8 @@ def test_a_prompt_cannot_write_control_tokens(llm: RagBlendLLM, engine: Recorder
 
 def test_the_default_preamble_is_the_beginning_of_cores_prompts() -> None:
     chat = default_preamble(is_chat_model=True, system_prompt="House rules.")
-    assert [message.role for message in chat] == ["system", "system", "user"]
-    assert chat[0].content == ("House rules.",)
+    assert [message.role for message in chat] == ["system", "user"]
+    assert "".join(map(str, chat[0].content)).startswith("House rules.\n\nYou are an expert")
     assert chat[-1].content == ("Context information is below.\n---------------------\n",)
     (plain,) = default_preamble(is_chat_model=False, completion_to_prompt=lambda text: f"Q: {text}")
     assert plain.content == ("Q: Context information is below.\n---------------------\n",)

@@ -39,7 +39,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.llms.ragblend import huggingface
-from llama_index.llms.ragblend.conversation import conversation, joined_contexts
+from llama_index.llms.ragblend.conversation import conversation, flattened, joined_contexts
 from llama_index.llms.ragblend.counting import count_with
 from llama_index.llms.ragblend.opening import ENGINE_SETTINGS, FORMATTING, Opening, check_formatting
 from llama_index.llms.ragblend.retrieval import listen, stop_listening
@@ -466,6 +466,13 @@ class RagBlendLLM(LLM):
         return responses()
 
     # -- prompt templates -------------------------------------------------------------------------------------------
+
+    def messages_for(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        """The messages that `predict` asks with; a model that takes no conversations has one."""
+        prompt_args = joined_contexts(prompt_args)
+        if self.metadata.is_chat_model:
+            return flattened(self._get_messages(prompt, **prompt_args), self.messages_to_prompt)
+        return [ChatMessage(role=MessageRole.USER, content=self._get_prompt(prompt, **prompt_args))]
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         return super().predict(prompt, **joined_contexts(prompt_args))

@@ -12,6 +12,7 @@ from llama_index.core.llms.llm import MessagesToPromptType
 
 from ragblend.errors import InvalidSettingError
 from ragblend.prompt.chunk import Chunk, Message
+from ragblend.prompt.template import MESSAGE_SEPARATOR
 
 CHUNKS = "ragblend_chunks"
 """Key of a ChatMessage's additional_kwargs: half-open [start, stop) character ranges of its content that are chunks.
@@ -36,8 +37,11 @@ def conversation(
     A CachePoint ends a segment: the text between it and the one before (or the message's beginning) is a chunk of its
     own, so that no chunk is found across it. The last text of a conversation is what it asks, and is none.
 
+    System messages that begin the conversation are one.
+
     Args:
-        messages_to_prompt: makes one text of them; core's own stands for the model's template, as None does.
+        messages_to_prompt: makes one text of them; core's own stands for the model's template, as None does. Messages
+            with marked chunks are not put through it: whoever marked them has formatted them.
 
     Raises:
         InvalidSettingError: a block is no text, or chunk ranges are not ranges of the message's text in order.
@@ -49,12 +53,25 @@ def conversation(
                 raise InvalidSettingError(
                     f"RagBlendLLM reads text, and this message holds a {type(block).__name__}: send its text instead"
                 )
-    if messages_to_prompt not in (None, core_messages_to_prompt):
-        return [Message("user", messages_to_prompt(given))]
-    return [
-        Message(_ROLES.get(message.role, message.role.value), _parts(message, last=message is given[-1]))
-        for message in given
-    ]
+    if not any(CHUNKS in message.additional_kwargs for message in given):
+        given = flattened(given, messages_to_prompt)
+    taken: list[Message] = []
+    for message in given:
+        role = _ROLES.get(message.role, message.role.value)
+        parts = _parts(message, last=message is given[-1])
+        if role == "system" and len(taken) == 1 and taken[0].role == role:
+            # Core puts an LLM's system prompt before that of a template, and many models' templates take one only.
+            taken[0] = Message(role, (*taken[0].content, MESSAGE_SEPARATOR, *parts))
+        else:
+            taken.append(Message(role, parts))
+    return taken
+
+
+def flattened(messages: list[ChatMessage], messages_to_prompt: MessagesToPromptType | None) -> list[ChatMessage]:
+    """The messages as one, if there is a function of the user's to make a text of them."""
+    if messages_to_prompt in (None, core_messages_to_prompt):
+        return messages
+    return [ChatMessage(role=MessageRole.USER, content=messages_to_prompt(messages))]
 
 
 def joined_contexts(prompt_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,11 @@ from llama_index.core.schema import MetadataMode
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
+from ragblend.errors import RagBlendError
+
 _log = logging.getLogger(__name__)
+
+_UNKNOWN = "retrieved chunks were not made known; they are computed like any other text"
 
 
 class Expecting(Protocol):
@@ -46,9 +50,10 @@ class RetrievalHandler(BaseEventHandler):
         for listener in listeners:
             try:
                 listener.expect(found.node.get_content(metadata_mode=MetadataMode.NONE) for found in event.nodes)
+            except RagBlendError as error:  # core would swallow it without a word
+                _log.warning("%s: %s", _UNKNOWN, error)
             except Exception:
-                # Core would swallow it without a word.
-                _log.exception("retrieved chunks were not made known; they are computed like any other text")
+                _log.exception(_UNKNOWN)
 
 
 def listen(listener: Expecting) -> None:
