@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -372,10 +372,8 @@ class RagBlend:
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise IngestError(f"ingest takes a list of texts, not {type(texts).__name__}")
-        if neighbours is not None:
-            texts = list(texts)
-            if len(texts) != len(neighbours):
-                raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
+        if neighbours is not None and isinstance(texts, Sized) and len(texts) != len(neighbours):
+            raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
         started = time.perf_counter()
         computed = stored = empty = tokens = n_bytes = 0
         entries: list[Entry] = []
@@ -387,6 +385,8 @@ class RagBlend:
                 for number, text in enumerate(texts):
                     if not isinstance(text, str):
                         raise IngestError(f"ingest takes texts, not {type(text).__name__}")
+                    if neighbours is not None and number >= len(neighbours):
+                        raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
                     text = text.strip()
                     ids = self.prompts.encode_text(text)
                     if not ids:

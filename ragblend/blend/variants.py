@@ -49,6 +49,9 @@ COPY_SHARE = 0.25
 CONTEXT_TOKENS = 300
 """Length of filler and neighbour at most: depth that has been reached by then changes little afterwards."""
 
+NEIGHBOURS = 16
+"""How many are worth offering for a chunk: where chunks overlap, many of the closest are nearly copies."""
+
 FILLER = """\
 A day at the harbour begins before the sun is up. The first boats come in with the tide, and the people on the quay \
 know by the sound of the engines which of them it is. Boxes are lifted out, counted and weighed, and somebody writes \
@@ -146,6 +149,29 @@ def contexts(
     if not any(context.name in ("neighbour", "before") for context in made):
         made.insert(0, Context("filler", tuple(filler)))
     return made
+
+
+def neighbours_of(
+    texts: Sequence[str], vectors: np.ndarray, *, count: int = NEIGHBOURS, apart: Sequence[int] | None = None
+) -> list[list[str]]:
+    """For each text the closest other texts, closest first.
+
+    Args:
+        vectors: [texts, dimensions] float32.
+        apart: a group for each text; neighbours are then taken from other groups only.
+    """
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    found = []
+    reach = min(len(texts), 4 * count)  # equal texts and those of the same group are passed over
+    for n, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+        similarities = vectors @ vector
+        if apart is not None:
+            similarities[np.asarray(apart) == apart[n]] = -np.inf
+        closest = np.argpartition(-similarities, reach - 1)[:reach]
+        order = closest[np.lexsort((closest, -similarities[closest]))]
+        ranked = dict.fromkeys(texts[m] for m in order if similarities[m] > -np.inf)
+        found.append([other for other in ranked if other != text][:count])
+    return found
 
 
 def best(notes: Mapping[Name, Note], policy: Policy, here: Mask, behind: bytes) -> Name | None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.blend.variants import Policy
+from ragblend.blend.variants import Policy, neighbours_of
 from ragblend.engine import RagBlend, Ready
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.metrics import (
@@ -34,7 +34,7 @@ from ragblend.evaluation.metrics import (
     rouge_l,
     token_f1,
 )
-from ragblend.evaluation.strategies import Question, engines, neighbours_of, parsed, read_questions
+from ragblend.evaluation.strategies import Question, engines, parsed, read_questions
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
 from ragblend.model.decoder import Decoder
 from ragblend.model.generate import DecodeSettings, decode

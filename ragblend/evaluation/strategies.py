@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ragblend.blend.prefill import Selector
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeNone
 from ragblend.blend.variants import POLICIES, Policy
@@ -162,23 +160,6 @@ def strategies(
     ratios = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "cacheblend": ratio, "blend": ratio}
     with engines(model, tokenizer, store, list(ratios)) as made:
         yield [Strategy(name, made[name], ratio) for name, ratio in ratios.items()]
-
-
-def neighbours_of(
-    texts: Sequence[str], vectors: np.ndarray, *, count: int = 16, apart: Sequence[int] | None = None
-) -> list[list[str]]:
-    """For each text the closest other texts, closest first.
-
-    Args:
-        vectors: [texts, dimensions] float32 of length 1.
-        apart: a group for each text; neighbours are then taken from other groups only.
-    """
-    found = []
-    for n, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
-        order = np.argsort(-(vectors @ vector), kind="stable")
-        ranked = dict.fromkeys(texts[m] for m in order if apart is None or apart[m] != apart[n])
-        found.append([other for other in ranked if other != text][:count])
-    return found
 
 
 def orders(chunks: int, count: int, seed: int) -> list[list[int]]:

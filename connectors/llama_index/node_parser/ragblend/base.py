@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.llms.ragblend import RagBlendLLM
 
+from ragblend.blend.variants import neighbours_of
 from ragblend.engine import IngestReport, RagBlend
 from ragblend.errors import InvalidSettingError
 
@@ -22,6 +24,9 @@ class KVPrefill(TransformComponent):
     A chunk is a node's content, without metadata and without white space around it; that is what stands in a prompt
     whatever header core puts before it. What is stored already costs a look-up, so that running it again is cheap, and
     a killed run resumes.
+
+    Nodes that have been embedded before they come here are prefilled behind their neighbours, the closest other nodes
+    of the batch: chunks that are retrieved together are then stored as they are in each other's company.
 
     An IngestionPipeline skips a transformation whose fields and nodes it has seen before. The two fields here are
     therefore what the stored KV depends on: another model, preamble or store, and the nodes come here again. An
@@ -36,7 +41,7 @@ class KVPrefill(TransformComponent):
         InvalidSettingError: neither or both are given.
     """
 
-    model_fingerprint: str = Field(description="Digest of weights, dtype, tokenizer and preamble.")
+    model_fingerprint: str = Field(description="Digest of weights, dtype, tokenizer, preamble and policy.")
     store_epoch: str = Field(description="Names this store folder, from its making to its deletion.")
 
     _engine: RagBlend = PrivateAttr()
@@ -69,21 +74,26 @@ class KVPrefill(TransformComponent):
             ContextWindowError: a node does not fit the model; split it first.
             StoreFullError: the disk is full; what was stored before stays.
         """
-        self._last_report = self._engine.ingest(_text(node) for node in nodes)
+        texts = [_text(node) for node in nodes]
+        self._last_report = self._engine.ingest(texts, neighbours=_neighbours(self._engine, nodes, texts))
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """The same in a thread. If the task is cancelled it stops after the node it is at."""
         cancelled = threading.Event()
+        texts = [_text(node) for node in nodes]
 
-        def texts() -> Iterator[str]:
-            for node in nodes:
+        def until_cancelled() -> Iterator[str]:
+            for text in texts:
                 if cancelled.is_set():
                     return
-                yield _text(node)
+                yield text
+
+        def ingest() -> IngestReport:
+            return self._engine.ingest(until_cancelled(), neighbours=_neighbours(self._engine, nodes, texts))
 
         try:
-            self._last_report = await asyncio.to_thread(self._engine.ingest, texts())
+            self._last_report = await asyncio.to_thread(ingest)
         finally:
             cancelled.set()
         return nodes
@@ -100,6 +110,18 @@ def _text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.NONE).strip()
 
 
+def _neighbours(engine: RagBlend, nodes: Sequence[BaseNode], texts: Sequence[str]) -> list[list[str]] | None:
+    """What each text should be prefilled behind; None where nothing says."""
+    if engine.settings.policy == "document":
+        pairs = zip([None, *nodes], nodes, ["", *texts], strict=False)
+        return [[text] if last is not None and last.ref_doc_id == node.ref_doc_id else [] for last, node, text in pairs]
+    vectors = [node.embedding for node in nodes if node.embedding is not None]
+    if len(vectors) < max(2, len(nodes)) or len({len(vector) for vector in vectors}) != 1:
+        return None
+    return neighbours_of(texts, np.asarray(vectors, dtype=np.float32))
+
+
 def _fingerprint(engine: RagBlend) -> str:
-    preamble = ",".join(map(str, engine.preamble_ids))
-    return hashlib.blake2b(f"{engine.fingerprint}:{preamble}".encode(), digest_size=16).hexdigest()
+    settings = engine.settings
+    before = ",".join([settings.policy, settings.namespace, *map(str, engine.preamble_ids)])
+    return hashlib.blake2b(f"{engine.fingerprint}:{before}".encode(), digest_size=16).hexdigest()
