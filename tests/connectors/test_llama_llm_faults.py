@@ -260,8 +260,12 @@ def test_a_pickled_llm_opens_again_on_first_use_with_its_settings(opened: Open, 
     copy.close()
 
 
-def test_another_process_answers_alike(opened: Open, tmp_path: Path, texts: list[str]) -> None:
-    llm = opened()
+def test_another_process_answers_alike(
+    opened: Open, folder: Path, tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    llm = opened(store="kv")
+    monkeypatch.chdir(folder)
     llm.engine.ingest(texts[:1])
     (tmp_path / "llm.pickle").write_bytes(pickle.dumps(llm))
     program = (
@@ -276,7 +280,7 @@ def test_another_process_answers_alike(opened: Open, tmp_path: Path, texts: list
         [sys.executable, "-c", program, str(tmp_path / "llm.pickle"), prompt],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
         check=True,
     )
     assert done.stdout.strip() == f"1 {llm.complete(prompt).text!r}"

@@ -190,7 +190,8 @@ class RagBlendLLM(LLM):
         opening = Opening(
             chosen["model"],
             chosen.get("tokenizer"),
-            store,
+            # Absolute from here on: a process may change its folder before it opens or pickles this.
+            Path(store).expanduser().absolute() if isinstance(store, (str, Path)) else store,
             chosen["dtype"],
             chosen["device"],
             size_limit_bytes,

@@ -63,9 +63,9 @@ class Opening:
         where = Path(self.model).expanduser()
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "others"}
         return {**own, **self.others} | {
-            # A relative path would mean another place in a process that runs elsewhere.
+            # A relative path would mean another place in a process that runs elsewhere, as would its default folder.
             "model": str(where.absolute()) if where.exists() else self.model,
-            "store": Path(self.store or default_store()).expanduser().absolute(),
+            "store": self.store or default_store().absolute(),
         }
 
     def open(self, *, is_chat_model: bool | None, **formatting: Any) -> RagBlend:
