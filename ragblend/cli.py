@@ -384,7 +384,7 @@ def report(
         else:
             assert data is not None
             result = _fidelity(data=data, limit=limit, model=model)
-        from ragblend.evaluation.plots import write_report
+        from ragblend.evaluation.page import write_report
 
         files = write_report(result, out)
         say({"files": [str(file) for file in files]}, "\n".join(map(str, files)))

@@ -19,7 +19,7 @@ import pytest
 from matplotlib.image import imread
 
 from ragblend.errors import InvalidSettingError, MissingDependencyError
-from ragblend.evaluation.plots import METRICS, write_report
+from ragblend.evaluation.page import METRICS, write_report
 
 PICTURES = ["pareto.png", "kl_by_ratio.png", "deviation_by_layer.png", "deviation_by_slot.png"]
 
@@ -308,12 +308,12 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
 def test_the_callers_matplotlib_is_left_alone(tmp_path: Path) -> None:
     probe = (
         "import sys, pathlib\n"
-        "import ragblend.evaluation.plots as plots\n"
+        "import ragblend.evaluation.page as page\n"
         "assert 'matplotlib' not in sys.modules, 'imported before it is needed'\n"
         "import matplotlib\n"
         "matplotlib.rcParams['font.size'] = 33\n"
         "before = dict(matplotlib.rcParams)\n"
-        "plots.write_report({'strategies': {'a@0': {'kl': 0.1}}}, pathlib.Path(sys.argv[1]))\n"
+        "page.write_report({'strategies': {'a@0': {'kl': 0.1}}}, pathlib.Path(sys.argv[1]))\n"
         "assert dict(matplotlib.rcParams) == before\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
