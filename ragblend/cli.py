@@ -275,7 +275,6 @@ def ttft(
         from ragblend.model.sources import DEFAULT_MODEL
 
         with _bar("measuring") as bar:
-            task = bar.tasks[0].id
             result = run(
                 model=model or DEFAULT_MODEL,
                 data=data,
@@ -287,7 +286,7 @@ def ttft(
                 dtype=dtype,
                 decode_tokens=decode_tokens,
                 store=store,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=_counting(bar),
             )
         say(result, None if as_json else _table(result))
 
@@ -348,6 +347,57 @@ def fidelity(
 
 
 @bench.command()
+def leaks(
+    limit: Annotated[int, typer.Option(help="Questions to ask.")] = 100,
+    ratios: Annotated[str, typer.Option(help="Shares of reused tokens to recompute.")] = "0,0.15",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether answers tell what stands only in a text that a chunk was prefilled behind: made-up secrets, counted.
+
+    Example:
+
+    - ragblend bench leaks --limit 100 --json
+    """
+    with _reporting(as_json) as say:
+        _at_least_one(limit=limit)
+        shares = _ratios(ratios)
+        from ragblend.evaluation.leaks import run
+        from ragblend.model.sources import DEFAULT_MODEL
+
+        with _bar("asking") as bar:
+            result = run(model=model or DEFAULT_MODEL, count=limit, ratios=shares, dtype=dtype, progress=_counting(bar))
+        lines = (f"{name}: {numbers['told']:.1%} told" for name, numbers in result["strategies"].items())
+        say(result, "\n".join(lines))
+
+
+@bench.command()
+def cases(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL file to write.", show_default=False)],
+    limit: Annotated[int, typer.Option(help="Questions to make.")] = 200,
+    chunks: Annotated[int, typer.Option(help="Chunks of each, 3 or more.")] = 6,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same questions.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make questions whose answer takes two chunks, for `bench fidelity`. No model knows them: the names are invented.
+
+    Example:
+
+    - ragblend bench cases two-hop.jsonl && ragblend bench fidelity --data two-hop.jsonl --limit 200
+    """
+    with _reporting(as_json) as say:
+        from ragblend.evaluation.cases import two_hop, write_cases
+
+        made = two_hop(limit, chunks, seed)
+        try:
+            write_cases(out, made)
+        except OSError as error:
+            raise InvalidSettingError(f"{out} cannot be written: {error.strerror or error}") from error
+        say({"file": str(out), "questions": len(made)}, f"{len(made)} questions in {out}")
+
+
+@bench.command()
 def report(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the page and its plots.", show_default=False)],
     results: Annotated[
@@ -396,21 +446,17 @@ def _fidelity(
     if not data.is_file():
         raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
     _at_least_one(**{name: value for name, value in how.items() if type(value) is int})
-    try:
-        shares = [float(ratio) for ratio in ratios.split(",")]
-    except ValueError:
-        raise InvalidSettingError(f"--ratios takes numbers from 0 to 1 with commas between; got {ratios!r}") from None
+    shares = _ratios(ratios)
     from ragblend.evaluation.fidelity import DEFAULT_STRATEGIES, run
     from ragblend.model.sources import DEFAULT_MODEL
 
     with _bar("measuring") as bar:
-        task = bar.tasks[0].id
         result = run(
             model=model or DEFAULT_MODEL,
             data=data,
             ratios=shares,
             strategies=strategies or DEFAULT_STRATEGIES,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=_counting(bar),
             **how,
         )
     return {**result, "command": shlex.join(["ragblend", *sys.argv[1:]])}
@@ -498,6 +544,19 @@ def _following(bar: Progress) -> Callable[[str, float, int], None]:
         bar.update(task, description=Path(document).name[-40:], completed=done, total=total)
 
     return show
+
+
+def _counting(bar: Progress) -> Callable[[int, int], None]:
+    task = bar.tasks[0].id
+    return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _ratios(value: str) -> list[float]:
+    with contextlib.suppress(ValueError):
+        shares = [float(ratio) for ratio in value.split(",")]
+        if all(0.0 <= share <= 1.0 for share in shares):
+            return shares
+    raise InvalidSettingError(f"--ratios takes numbers from 0 to 1 with commas between; got {value!r}")
 
 
 def _ratio(value: str | None) -> float | str | None:

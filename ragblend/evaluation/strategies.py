@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragblend.blend.prefill import Selector
@@ -134,6 +134,9 @@ def engines(
         made: dict[str, RagBlend] = {}
         for name in names:
             policy, selector = parsed("blend" if name in ("full", "prefix") else name)
+            if isinstance(selector, HKVD):  # there are models of fewer layers than it would filter over
+                layers = min(selector.layers, model.n_layers - selector.check_layer)
+                selector = replace(selector, layers=layers)
             # Published systems have no prefix cache beside the blend, and a full prefill must be one.
             settings = EngineSettings(
                 preamble=HEAD,
