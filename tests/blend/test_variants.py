@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
@@ -151,6 +151,7 @@ def test_a_note_comes_back_as_it_was(tokens: int, behind: bytes, random: Any) ->
 
 
 @given(st.integers(1, 500), st.binary(max_size=100))
+@example(8, b"longer than its note")
 def test_any_bytes_make_a_note(tokens: int, data: bytes) -> None:
     note = Note.from_bytes(data, tokens)
     assert note.repeats.shape == (tokens,)
