@@ -270,6 +270,7 @@ def test_a_chunks_kv_is_its_part_of_a_full_prefill(decoder: Decoder, head: tuple
         ((), ONE),
         (A, ONE),
         (A, TWO),
+        (A[::-1], TWO),  # as long, and another one
         (B, ONE),
         (A, TWO),
         ((), TWO),
@@ -294,9 +295,9 @@ def test_buffers_grow_around_what_is_known(decoder: Decoder) -> None:
 
 def test_a_chunks_kv_stays_when_the_next_one_is_computed(decoder: Decoder) -> None:
     precomputer = Precomputer(decoder, HEAD)
-    first = precomputer.chunk_kv(ONE, A)
+    first = precomputer.chunk_kv(TWO, A)
     kept = [(layer.key.clone(), layer.value.clone()) for layer in first]
-    precomputer.chunk_kv(TWO, B)
+    precomputer.chunk_kv(ONE, B)  # shorter: it goes into the same buffers
     for layer, (key, value) in zip(first, kept, strict=True):
         assert torch.equal(layer.key, key)
         assert torch.equal(layer.value, value)
@@ -320,7 +321,7 @@ def test_an_interrupted_prefill_leaves_nothing_wrong_behind(decoder: Decoder, mo
     run = decoder.layer
 
     def stop(index: int, *rest: Any) -> Any:
-        if index == decoder.n_layers - 1:
+        if index == 1:
             raise KeyboardInterrupt
         return run(index, *rest)
 
@@ -329,4 +330,5 @@ def test_an_interrupted_prefill_leaves_nothing_wrong_behind(decoder: Decoder, mo
             patch.setattr(decoder, "layer", stop)
             with pytest.raises(KeyboardInterrupt):
                 precomputer.chunk_kv(chunk, context)
+        assert_is_a_full_prefills(decoder, precomputer.chunk_kv(ONE, context), HEAD + context, ONE)
         assert_is_a_full_prefills(decoder, precomputer.chunk_kv(ONE, A), HEAD + A, ONE)
