@@ -598,13 +598,29 @@ def _table(result: dict[str, Any]) -> object:
 
 
 def _fidelity_table(result: dict[str, Any]) -> object:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="Closeness to a full prefill; --json has intervals and all the numbers")
-    columns = ["kl", "kl_median", "kl_first", "agreement", "exact", "em", "f1", "rows_fraction", "ttft_s"]
-    table.add_column("strategy")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table(
+        title="Closeness to a full prefill",
+        caption="KL: mean, median and at the first token, in nats. agree: tokens. same: answers. F1: to gold answers. "
+        "rows: share computed. --json has intervals and more.",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    columns = {
+        "kl": "KL",
+        "kl_median": "median",
+        "kl_first": "first",
+        "agreement": "agree",
+        "exact": "same",
+        "f1": "F1",
+        "rows_fraction": "rows",
+        "ttft_s": "TTFT s",
+    }
+    table.add_column("strategy", no_wrap=True)
+    for title in columns.values():
+        table.add_column(title, justify="right", no_wrap=True)
     for strategy, numbers in result["strategies"].items():
         table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
     return table

@@ -467,9 +467,19 @@ class RagBlend:
         return chunk_key(self.fingerprint, before, ids, "" if own else f"{variant}:{self.settings.namespace}")
 
     def _chunk_kv(self, ids: Sequence[int], context: Context) -> tuple[ChunkKV, Note]:
+        note = Note.of((*self.preamble_ids, *context.ids), ids)
+        # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
+        neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
+        stored = bool(neighbour) and (key := self._key(neighbour, "head")) in self.store
+        reader = self.store.open(key) if stored else None
         with self._compute:
-            layers = self._precomputer.chunk_kv(ids, context.ids)
-        return layers, Note.of((*self.preamble_ids, *context.ids), ids)
+            if reader is not None and reader.shapes == self.decoder.shapes and reader.dtype == self.decoder.dtype:
+                try:
+                    with reader, LayerLoader([reader], device=self.decoder.device, dtype=self.decoder.dtype) as loader:
+                        return self._precomputer.chunk_kv(ids, context.ids, loader, len(neighbour)), note
+                except CorruptPayloadError as error:
+                    _log.warning("%s", error)
+            return self._precomputer.chunk_kv(ids, context.ids), note
 
     def _remember(self, records: Sequence[bytes]) -> None:
         if records:
@@ -755,11 +765,11 @@ class RagBlend:
                     continue
                 # Behind the filler, where the policy would have a text of the corpus: what stood beside it in one
                 # prompt may be anybody's.
-                ((context,), _) = self._contexts(miss.ids)
-                key = self._key(miss.ids, context.name)
-                if key not in self.store:
-                    layers, note = self._chunk_kv(miss.ids, context)
-                    self.store.put(key, layers, note=note.to_bytes())
+                for context in self._contexts(miss.ids)[0]:
+                    key = self._key(miss.ids, context.name)
+                    if key not in self.store:
+                        layers, note = self._chunk_kv(miss.ids, context)
+                        self.store.put(key, layers, note=note.to_bytes())
                 if is_indexable(miss.text):
                     self._remember([record_for(miss.text)])
             except RagBlendError as error:

@@ -7,10 +7,11 @@ behind it that was used last, since many chunks in a row share one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ragblend.blend.prefill import full_plan, prefill
+from ragblend.blend.prefill import LayerSource, Plan, full_plan, prefill
 from ragblend.blend.selectors import RecomputeNone
 from ragblend.errors import ContextWindowError
 from ragblend.kv import ChunkKV, LayerKV
@@ -29,15 +30,20 @@ class Precomputer:
         self._known: tuple[int, ...] = ()  # ids whose KV stands at the start of the buffers
         self._cache: KVCache | None = None
 
-    def chunk_kv(self, ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
+    def chunk_kv(
+        self, ids: Sequence[int], context: Sequence[int] = (), source: LayerSource | None = None, stored: int = 0
+    ) -> ChunkKV:
         """Unrotated KV of a chunk's tokens, on the CPU: LayerKV [kv_heads, tokens, dim] for each layer.
 
         Args:
             ids: [chunk tokens].
             context: what stands between the head and the chunk.
+            source: KV of the first `stored` tokens of the context, as it is right behind the head: a chunk is often
+                prefilled behind another one, whose own KV is stored already.
 
         Raises:
             ContextWindowError: head, context and chunk do not fit the model.
+            CorruptPayloadError: from the source.
         """
         before = (*self._head, *context)
         tokens = len(before) + len(ids)
@@ -46,10 +52,17 @@ class Precomputer:
         cache = self._room_for(tokens)
         if self._known != before:
             self._known = self._head if self._known[: len(self._head)] == self._head else ()
+        if self._known != before and source is not None:
+            if self._known != self._head:
+                self._prefill(cache, self._head)
+                self._known = self._head
+            plan = _behind_stored((*before, *ids), len(self._head), stored)
+            prefill(self._decoder, cache, plan, source, RecomputeNone(), 0.0)
+        else:
             if self._known != before:
                 self._prefill(cache, before)
-            self._known = before
-        self._prefill(cache, (*before, *ids))
+                self._known = before
+            self._prefill(cache, (*before, *ids))
         return self._unrotated(cache, len(before), tokens)
 
     def _prefill(self, cache: KVCache, ids: Sequence[int]) -> None:
@@ -76,3 +89,11 @@ class Precomputer:
             # Copies: the buffers are used again for the next chunk, while this one is still being written.
             layers.append(LayerKV(self._decoder.unrotate(layer, key, inverse).cpu(), value.clone().cpu()))
         return layers
+
+
+def _behind_stored(ids: Sequence[int], known: int, stored: int) -> Plan:
+    """Everything is computed but `known` tokens, which are in the cache, and the `stored` ones behind them."""
+    plan = full_plan(ids, known)
+    reused = torch.zeros(len(ids), dtype=torch.bool)
+    reused[known : known + stored] = True
+    return replace(plan, reused=reused, settled=reused, chunks=((known, known + stored),))

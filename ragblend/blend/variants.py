@@ -9,6 +9,9 @@ A chunk's KV depends on what stood before it when it was computed. Three things 
     windows, versions of a page) is stored twice: behind text that is new to it and behind the copy (`copy`).
 *Topic.* Behind text of the same topic, which is what gets retrieved together, it is closer still (`neighbour`).
 
+The first chunk of a prompt has nothing but the head before it, and is mostly the one that matters most; so what was
+prefilled behind the head alone (`head`) is kept, too: there it is exact.
+
 A policy says which variants are made. At query time each chunk of a prompt takes the stored variant whose tokens are
 repetitions where, and only where, they are repetitions in this prompt; between equals the policy's order decides.
 """
@@ -26,8 +29,9 @@ from ragblend.prompt.repeats import Mask, repeated_behind
 
 Policy = Literal["none", "system", "filler", "neighbours", "document"]
 """none: chunks are prefilled alone, as in published CacheBlend. system: behind the prompt's own head. filler: behind
-the head and a neutral passage, the same for all. neighbours: behind the head and the closest other chunk of the corpus,
-twice where one of them is nearly a copy. document: behind the head and what stands before the chunk in its document."""
+the head and a neutral passage, the same for all. neighbours: behind the head alone, again behind the head and the
+closest other chunk of the corpus, and a third time where one of them is nearly a copy. document: behind the head alone,
+and again behind the head and what stands before the chunk in its document."""
 
 Name = Literal["alone", "head", "filler", "neighbour", "copy", "before"]
 
@@ -37,8 +41,8 @@ VARIANTS: Mapping[Policy, tuple[Name, ...]] = {
     "none": ("alone",),
     "system": ("head",),
     "filler": ("filler",),
-    "neighbours": ("neighbour", "filler", "copy"),
-    "document": ("before", "filler"),
+    "neighbours": ("neighbour", "filler", "copy", "head"),
+    "document": ("before", "filler", "head"),
 }
 """The variants that a policy looks for, the preferred first."""
 
@@ -148,7 +152,7 @@ def contexts(
             made.append(Context("copy", text, n))
     if not any(context.name in ("neighbour", "before") for context in made):
         made.insert(0, Context("filler", tuple(filler)))
-    return made
+    return made if policy == "filler" else [Context("head", ()), *made]
 
 
 def neighbours_of(
