@@ -40,6 +40,8 @@ def test_llama_index_stays_a_namespace_that_core_is_found_in() -> None:
     [
         ("llama_index.llms.ragblend", ["RagBlendLLM", "default_preamble"]),
         ("llama_index.node_parser.ragblend", ["KVPrefill"]),
+        ("llama_index.response_synthesizers.ragblend", ["BlendSynthesizer"]),
+        ("llama_index.vector_stores.ragblend", ["RagBlendFaissStore"]),
     ],
 )
 def test_the_leaf_packages_export_what_they_say_and_are_typed(module: str, names: list[str]) -> None:
