@@ -191,6 +191,32 @@ class DocumentIndex:
         with self._typed_errors("read"):
             return [key for (key,) in self._db.execute(f"SELECT DISTINCT key FROM kv WHERE {_STALE} ORDER BY key")]
 
+    def stale_chunks(self, model: str) -> dict[str, set[int]]:
+        """Ids of the chunks with such KV by a model, for each document that has some, in the order of their names."""
+        query = (
+            "SELECT DISTINCT document, chunk FROM kv JOIN chunks ON chunk = id"
+            f" WHERE model = ? AND {_STALE} ORDER BY document"
+        )
+        found: dict[str, set[int]] = {}
+        with self._typed_errors("read"):
+            for document, chunk in self._db.execute(query, (model,)):
+                found.setdefault(document, set()).add(chunk)
+        return found
+
+    def behind(self, text: str) -> list[StoredChunk]:
+        """The chunks that stored KV of this text was prefilled behind, by whatever model, in the order of their ids."""
+        query = (
+            "SELECT id, document, text, metadata, NULL FROM chunks WHERE digest IN"
+            " (SELECT behind FROM kv JOIN chunks AS of_text ON chunk = of_text.id WHERE of_text.digest = ?) ORDER BY id"
+        )
+        with self._typed_errors("read"):
+            return [_chunk(row) for row in self._db.execute(query, (_digest(text),))]
+
+    def refers_to(self, key: str) -> bool:
+        """Whether a chunk has its KV under this key."""
+        with self._typed_errors("read"):
+            return self._refers_to(key)
+
     def search(self, vector: np.ndarray, top_k: int) -> list[Found]:
         """The closest chunks to a normalised vector [dimensions] float32, closest first."""
         with self._typed_errors("read"):
@@ -287,15 +313,6 @@ class DocumentIndex:
                 self._note_kv(chunk, model, kv)
             return [key for key in gone if not self._refers_to(key)]
 
-    def forget_stale(self) -> list[str]:
-        """Note that chunks with stale KV have none at all for those models; the documents they are in, sorted."""
-        with self._typed_errors("write to"), self._transaction():
-            rows = self._db.execute(
-                f"SELECT DISTINCT chunk, model, document FROM kv JOIN chunks ON chunk = id WHERE {_STALE}"
-            ).fetchall()
-            self._db.executemany("DELETE FROM kv WHERE chunk = ? AND model = ?", [row[:2] for row in rows])
-            return sorted({document for _, _, document in rows})
-
     def kv_keys(self, model: str) -> list[str]:
         """All keys under which the KV of chunks is noted for a model, sorted."""
         with self._typed_errors("read"):
@@ -303,9 +320,15 @@ class DocumentIndex:
             return [key for (key,) in self._db.execute(query, (model,))]
 
     def forget_kv(self, keys: Sequence[str]) -> None:
-        """Note that there is no KV under these keys any more, for whatever model."""
+        """Note that chunks with KV under these keys have none at all any more, for the model that made it.
+
+        A chunk that kept some of its variants would look as if it had them all.
+        """
         with self._typed_errors("write to"), self._transaction():
-            self._db.executemany("DELETE FROM kv WHERE key = ?", [(key,) for key in keys])
+            self._db.executemany(
+                "DELETE FROM kv WHERE (chunk, model) IN (SELECT chunk, model FROM kv WHERE key = ?)",
+                [(key,) for key in keys],
+            )
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -368,6 +391,8 @@ class DocumentIndex:
     def _note_kv(self, chunk: int, model: str, kv: Sequence[KVEntry]) -> None:
         rows = [(chunk, model, key, None if behind is None else _digest(behind)) for key, behind in kv]
         self._db.executemany("INSERT INTO kv VALUES (?, ?, ?, ?)", rows)
+        # Chunks of equal text share their KV, and may have found it behind something else than it is behind now.
+        self._db.executemany("UPDATE kv SET behind = ? WHERE key = ?", [(behind, key) for _, _, key, behind in rows])
 
     def _refers_to(self, key: str) -> bool:
         return self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone() is not None

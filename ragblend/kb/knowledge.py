@@ -17,13 +17,14 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from ragblend.blend.variants import NEIGHBOURS
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
 from ragblend.kb.files import (
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_TOKENS = 300
 DEFAULT_TOP_K = 4
-_NEIGHBOURS = 16  # offered for each chunk; overlapping chunks have many that are nearly copies
 
 Progress = Callable[[str, float, int], None]
 """Called with (document at work, documents done with its fraction, documents in all)."""
@@ -250,7 +250,8 @@ class KnowledgeBase:
         vanished: list[str] = []
         if prune:
             roots = [Path(os.path.abspath(Path(path).expanduser())) for path in paths]
-            vanished = [name for name in self.index.digests() if _vanished(Path(name), roots)]
+            present = {document.name for document in documents}  # a name that is no UTF-8 is not that of its file
+            vanished = [name for name in self.index.digests() if name not in present and _vanished(Path(name), roots)]
         return self._ingest(documents, skipped, vanished, progress)
 
     def ingest_texts(self, texts: Mapping[str, str], *, progress: Progress | None = None) -> IngestSummary:
@@ -282,13 +283,12 @@ class KnowledgeBase:
                 chunks += len(split.pieces)
             for n, name in enumerate(unchanged, done + len(new)):
                 reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
-            # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served.
-            for key in self.index.stale_keys():
-                self.store.delete(key)
-            for name in self.index.forget_stale():
-                refreshed += self._prefill_lacking(
-                    name, corpus, _fraction(progress, name, len(documents), len(documents))
-                )
+            # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served. The
+            # index knows it as stale until it is prefilled anew, by the next run with this model if this one is killed.
+            self._free(self.index.stale_keys())
+            for name, stale in self.index.stale_chunks(self._model_signature).items():
+                at_work = _fraction(progress, name, len(documents), len(documents))
+                refreshed += self._prefill_lacking(name, corpus, at_work, stale)
         finally:
             self.index.save()
         if progress is not None:
@@ -392,12 +392,22 @@ class KnowledgeBase:
         for entry in report.entries:
             behind = None if entry.neighbour is None else neighbours[entry.text][entry.neighbour]
             kv[entry.text].append(KVEntry(entry.key, behind))
+        # A run that was killed may have left variants that no chunk has: nobody would notice when they become stale.
+        for text, entries in zip(texts, kv, strict=True):
+            strays = set(self.engine.stored_variants(text).values()).difference(key for key, _ in entries)
+            self._free([key for key in sorted(strays) if not self.index.refers_to(key)])
         return report, kv
 
-    def _prefill_lacking(self, document: str, corpus: _Corpus, at_work: Callable[[float], None]) -> list[IngestReport]:
-        """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since."""
+    def _prefill_lacking(
+        self, document: str, corpus: _Corpus, at_work: Callable[[float], None], stale: Container[int] = ()
+    ) -> list[IngestReport]:
+        """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since.
+
+        Args:
+            stale: ids of chunks that lack theirs in any case.
+        """
         chunks = self.index.chunks_of(document, self._model_signature)
-        lacking = [n for n, chunk in enumerate(chunks) if not self._has_kv(chunk)]
+        lacking = [n for n, chunk in enumerate(chunks) if chunk.id in stale or not self._has_kv(chunk)]
         if not lacking:
             return []
         vectors = self.index.vectors_of(document)[lacking]
@@ -599,22 +609,50 @@ class _Corpus:
         self._vectors = np.concatenate([split.vectors for split in new]) if new else None
 
     def neighbours(self, text: str, vector: np.ndarray) -> list[str]:
-        """The closest other texts, closest first."""
+        """The closest other texts, closest first; and what stored KV of this text stands behind already.
+
+        The same ones whichever documents are in the index and which are still to come: a run that goes on where
+        another was killed makes the same variants.
+        """
+        reach, most = 2 * NEIGHBOURS, max(self._index.count_chunks(), len(self._texts))
+        closest = self._closest(text, vector, reach)
+        while len(closest) < NEIGHBOURS and reach < most:  # equal texts, and those that are about to be replaced
+            reach *= 2
+            closest = self._closest(text, vector, reach)
+        known = [
+            chunk.text
+            for chunk in self._index.behind(text)
+            if chunk.text != text and (chunk.document not in self._replaced or chunk.text in self._texts)
+        ]
+        return list(dict.fromkeys([*closest[:NEIGHBOURS], *known]))
+
+    def _closest(self, text: str, vector: np.ndarray, reach: int) -> list[str]:
+        """Of the `reach` closest in the index and of as many new ones, those that differ, closest first."""
         found = [
             (hit.similarity, hit.chunk.text)
-            for hit in self._index.search(vector, _NEIGHBOURS)
+            for hit in self._index.search(vector, reach)
             if hit.chunk.document not in self._replaced
         ]
         if self._vectors is not None:
             similarities = self._vectors @ vector
-            closest = similarities.argsort(kind="stable")[::-1][: 2 * _NEIGHBOURS]
+            closest = similarities.argsort(kind="stable")[::-1][:reach]
             found += [(float(similarities[n]), self._texts[n]) for n in closest]
-        ranked = sorted(found, key=lambda hit: (-hit[0], hit[1]))
-        return [other for other in dict.fromkeys(other for _, other in ranked) if other != text][:_NEIGHBOURS]
+        # FAISS and NumPy differ in the last digits.
+        ranked = sorted(found, key=lambda hit: (-round(hit[0], 5), hit[1]))
+        return [other for other in dict.fromkeys(other for _, other in ranked) if other != text]
 
 
 def _vanished(path: Path, roots: Sequence[Path]) -> bool:
-    return any(path == root or root in path.parents for root in roots) and not path.exists()
+    """Whether there is no such file under the roots. One that cannot be looked at is not gone."""
+    if not any(path == root or root in path.parents for root in roots):
+        return False
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _file(path: Path) -> _Document:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from ragblend.errors import IngestError
-from ragblend.kb.index import DocumentIndex, NewChunk
+from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk
 
 DIMENSIONS = 8
 
 
-def chunk(text: str, seed: int, key: str | None = None) -> NewChunk:
+def chunk(text: str, seed: int, *kv: KVEntry) -> NewChunk:
     vector = np.random.default_rng(seed).standard_normal(DIMENSIONS).astype(np.float32)
-    return NewChunk(text, {}, vector / np.linalg.norm(vector), key or f"key of {text}")
+    return NewChunk(text, {}, vector / np.linalg.norm(vector), kv or [KVEntry(f"key of {text}")])
 
 
 def put(index: DocumentIndex, document: str, chunks: Sequence[NewChunk]) -> list[str]:
@@ -55,10 +55,94 @@ def test_replaced_chunks_are_gone_and_ids_never_come_back(tmp_path: Path) -> Non
 
 def test_kv_is_free_only_when_nobody_refers_to_it(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
-        put(index, "a", [chunk("t", 1, "shared"), chunk("u", 2, "own")])
-        put(index, "b", [chunk("t", 1, "shared")])
+        shared = [KVEntry("shared"), KVEntry("shared too", "u")]
+        put(index, "a", [chunk("t", 1, *shared), chunk("u", 2, KVEntry("own"))])
+        put(index, "b", [chunk("t", 1, *shared)])
         assert put(index, "a", [chunk("v", 3)]) == ["own"]
-        assert put(index, "b", []) == ["shared"]
+        assert index.refers_to("shared")
+        assert put(index, "b", []) == ["shared", "shared too"]
+        assert not index.refers_to("shared")
+
+
+def test_a_document_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "a", [chunk("t", 1, KVEntry("shared")), chunk("u", 2, KVEntry("own"))])
+        put(index, "b", [chunk("t", 1, KVEntry("shared"))])
+        index.save()
+        assert index.remove("a") == ["own"]
+        assert index.digests().keys() == {"b"}
+        assert closest(index, chunk("", 2).vector) == ["t"]
+        assert index.remove("never there") == []
+        index.save()
+        assert index.verify() == []
+        assert index.remove("b") == ["shared"]
+        assert index.search(chunk("", 1).vector, 9) == []
+        # It is not saved: as if the process had been killed here.
+    with DocumentIndex(tmp_path) as index:
+        assert index.verify() == []
+        assert index.search(chunk("", 1).vector, 9) == []
+        assert index.count_documents() == index.count_chunks() == 0
+        put(index, "c", [chunk("again", 3)])
+        assert closest(index, chunk("", 3).vector) == ["again"]
+
+
+def test_a_document_that_another_process_removes_is_not_found(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as one, DocumentIndex(tmp_path) as two:
+        put(one, "a", [chunk("goes", 1)])
+        put(one, "b", [chunk("stays", 2)])
+        assert len(closest(two, chunk("", 1).vector)) == 2
+        one.remove("a")
+        assert closest(two, chunk("", 1).vector) == ["stays"]
+        two.save()
+        assert one.verify() == []
+
+
+def test_kv_behind_a_text_that_is_gone_is_stale(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "a", [chunk("t", 1, KVEntry("behind u", "u"), KVEntry("filler"))])
+        put(index, "b", [chunk("u", 2, KVEntry("behind t", "t"))])
+        assert index.stale_keys() == []
+        put(index, "b", [chunk("other", 3)])
+        assert index.stale_keys() == ["behind u"]
+        (of_a,) = index.chunks_of("a", "m")
+        assert index.stale_chunks("m") == {"a": {of_a.id}}
+        assert index.stale_chunks("another") == {}
+        assert index.note_kv({of_a.id: [KVEntry("behind u", "other")]}, model="m") == ["filler"]
+        assert index.stale_keys() == []
+        index.remove("b")
+        assert index.stale_keys() == ["behind u"]
+
+
+def test_text_that_is_still_in_another_document_is_not_gone(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "a", [chunk("t", 1, KVEntry("behind u", "u"))])
+        put(index, "b", [chunk("u", 2)])
+        put(index, "c", [chunk("u", 2)])
+        index.remove("b")
+        assert index.stale_keys() == []
+        index.remove("c")
+        assert index.stale_keys() == ["behind u"]
+
+
+def test_equal_texts_agree_on_what_their_kv_is_behind(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "u", [chunk("u", 8)])
+        put(index, "v", [chunk("v", 9)])
+        put(index, "a", [chunk("t", 1, KVEntry("key", "u"))])
+        put(index, "b", [chunk("t", 1, KVEntry("key", "v"))])  # it was prefilled again
+        assert [other.text for other in index.behind("t")] == ["v"]
+        index.remove("b")
+        index.remove("u")
+        assert index.stale_keys() == []
+        index.remove("v")
+        assert index.stale_keys() == ["key"]
+
+
+def test_a_chunk_that_lost_one_variant_has_none(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "a", [chunk("t", 1, KVEntry("one"), KVEntry("two")), chunk("u", 2, KVEntry("three"))])
+        index.forget_kv(["two"])
+        assert [c.kv_keys for c in index.chunks_of("a", "m")] == [(), ("three",)]
 
 
 def test_the_faiss_file_is_used_only_if_it_is_what_was_written(tmp_path: Path) -> None:
@@ -108,8 +192,12 @@ def test_random_changes_agree_with_a_plain_dictionary(tmp_path: Path) -> None:
     index = DocumentIndex(tmp_path)
     for step in range(120):
         document = f"d{random.integers(8)}"
-        model[document] = [chunk(f"{step}-{i}", int(random.integers(10**6))) for i in range(random.integers(4))]
-        put(index, document, model[document])
+        if random.integers(4):
+            model[document] = [chunk(f"{step}-{i}", int(random.integers(10**6))) for i in range(random.integers(4))]
+            put(index, document, model[document])
+        else:
+            model.pop(document, None)
+            index.remove(document)
         if step % 7 == 0:
             index.save()
         if step % 11 == 0:
@@ -128,5 +216,5 @@ def test_vectors_of_another_kind_are_refused(tmp_path: Path) -> None:
         with pytest.raises(IngestError, match="embedding model 'e'"):
             index.replace("x", "digest", [chunk("t", 1)], model="m", embedding_model="other")
         with pytest.raises(IngestError, match="dimensions"):
-            put(index, "x", [NewChunk("t", {}, np.ones(3, np.float32), "k")])
+            put(index, "x", [NewChunk("t", {}, np.ones(3, np.float32), [])])
         assert index.count_documents() == 1

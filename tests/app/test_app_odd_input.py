@@ -55,7 +55,7 @@ def test_no_room_for_chunks_is_a_typed_error(kb: KnowledgeBase, monkeypatch: pyt
 def test_top_k_is_clipped_to_the_index(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
         vector = np.ones(1, np.float32)
-        index.replace("d", "x", [NewChunk("t", {}, vector, "k")], model="m", embedding_model="e")
+        index.replace("d", "x", [NewChunk("t", {}, vector, [])], model="m", embedding_model="e")
         assert len(index.search(vector, 10**18)) == 1
 
 
@@ -167,14 +167,11 @@ def test_chunks_larger_than_the_model_are_refused_before_any_work(cli: Cli, docu
 
 @needs_embedding
 def test_a_document_that_does_not_fit_costs_no_other(kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    ingest = kb.engine.ingest
-
-    def picky(texts: list[str], **how: object) -> object:
-        if "long" in texts[0]:
+    def picky(text: str) -> None:
+        if "long" in text:
             raise ContextWindowError(5000, 0, 4096)
-        return ingest(texts, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kb.engine, "ingest", picky)
+    monkeypatch.setattr(kb, "_check_fits", picky)
     done = kb.ingest_texts({"a": "first", "b": "too long", "c": "third"})
     assert done.documents == 2
     assert [skip.path for skip in done.skipped] == ["b"]

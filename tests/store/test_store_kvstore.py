@@ -162,6 +162,75 @@ def test_looking_at_a_store_does_not_import_torch(store, make_chunk):
     subprocess.run([sys.executable, "-c", code, str(store.directory)], check=True, timeout=60, env=environment)
 
 
+# ---- notes
+
+
+@pytest.mark.parametrize("note", [b"", b"x", bytes(range(256)), b"\0" * 3, b"n" * (64 << 10)])
+def test_a_note_comes_back(store, make_chunk, note):
+    store.put("a", make_chunk(), note=note)
+    store.put("b", make_chunk())
+    with KVStore(store.directory) as again:
+        assert again.notes(["a", "missing", "b"]) == {"a": note, "b": b""}
+    assert holds(store.open_many(["a"])[0], make_chunk())
+    assert store.verify().ok
+
+
+def test_a_note_goes_with_its_kv(store, make_chunk):
+    store.put("a", make_chunk(1), note=b"first")
+    store.put("a", make_chunk(2), note=b"second")
+    assert store.notes(["a"]) == {"a": b"first"}, "nothing is written where something is stored"
+    store.put("a", make_chunk(2), note=b"second", overwrite=True)
+    assert store.notes(["a"]) == {"a": b"second"}
+    assert holds(store.open_many(["a"])[0], make_chunk(2))
+    store.put("a", make_chunk(3), overwrite=True)
+    assert store.notes(["a"]) == {"a": b""}
+    store.put("a", make_chunk(3), note=b"third", overwrite=True)
+    files(store)[0].unlink()
+    store.put("a", make_chunk(4), note=b"fourth")
+    assert store.notes(["a"]) == {"a": b"fourth"}, "a lost file is put back, with its note"
+    store.delete("a")
+    assert store.notes(["a"]) == {}
+
+
+def test_notes_of_more_keys_than_one_query_takes(store, make_chunk):
+    chunk = make_chunk(n_tokens=1, n_layers=1)
+    some = {f"key {n}": f"note {n}".encode() for n in range(0, 2500, 25)}
+    for key, note in some.items():
+        store.put(key, chunk, note=note)
+    assert store.notes([f"key {n}" for n in range(2500)]) == some
+    assert store.notes(["key 0", "key 0"]) == {"key 0": b"note 0"}
+    assert store.notes([]) == {}
+
+
+def test_a_note_that_is_too_long_is_refused(store, make_chunk):
+    with pytest.raises(InvalidSettingError, match="65536 bytes"):
+        store.put("a", make_chunk(), note=b"n" * ((64 << 10) + 1))
+    assert "a" not in store
+    assert files(store) == []
+    store.put("a", make_chunk(1), note=b"kept")
+    with pytest.raises(InvalidSettingError):
+        store.put("a", make_chunk(2), note=b"n" * (1 << 20), overwrite=True)
+    assert store.notes(["a"]) == {"a": b"kept"}
+    assert holds(store.open_many(["a"])[0], make_chunk(1))
+
+
+def test_reading_notes_is_no_use_of_a_chunk(tmp_path, big):
+    with KVStore(tmp_path / "store", size_limit_bytes=3 * PAYLOAD_BYTES) as store:
+        for seed, key in enumerate("abc"):
+            store.put(key, big(seed), note=key.encode())
+        before = store.stats()
+        assert store.notes(["a", "x"]) == {"a": b"a"}
+        assert store.stats() == before
+        store.put("d", big(3), note=b"d")
+        assert store.notes(list("abcd")) == {"b": b"b", "c": b"c", "d": b"d"}, "the least recently used one went"
+
+
+def test_notes_of_a_closed_store(store):
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.notes(["a"])
+
+
 # ---- size limit
 
 

@@ -1,0 +1,335 @@
+"""Chunks are prefilled behind their neighbours, and nothing is served from behind a text that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+from ragblend.blend.variants import Note
+from ragblend.kb import KnowledgeBase
+
+pytestmark = pytest.mark.usefixtures("embedding_model")
+
+BRIDGE = "The Old Harbour Bridge was designed by Mira Solheim in 1931."
+GRANITE = "An engineer had stone shipped in for the crossing of the port."
+MOON = "The moon is 384400 kilometres away, and a rocket flies there in three days."
+CATS = "Cats sleep sixteen hours a day, most of them in the afternoon."
+WINDOW = [
+    "Sea kale grows on shingle beaches where hardly anything else can live.",
+    "Its leaves are thick and blue, and the wax on them keeps the salt out.",
+    "In spring the shoots push up through the stones, white as celery.",
+    "People used to cover them with pots so that they stayed pale and tender.",
+    "By June there are flowers that smell of honey from a long way off.",
+]
+
+Make = Callable[..., KnowledgeBase]
+
+
+@pytest.fixture
+def make(tmp_path: Path, tiny_model: Path) -> Iterator[Make]:
+    """Open knowledge bases in folders of the test's own, and close them in the end."""
+    opened: list[KnowledgeBase] = []
+
+    def make(name: str = "store", *, model: Path = tiny_model, size_limit_bytes: int | None = None) -> KnowledgeBase:
+        opened.append(KnowledgeBase(tmp_path / name, model=str(model), size_limit_bytes=size_limit_bytes))
+        return opened[-1]
+
+    yield make
+    for kb in opened:
+        kb.close()
+
+
+@pytest.fixture
+def kb(make: Make) -> KnowledgeBase:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("other")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.embed_tokens.weight.data.mul_(1.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def stands_behind(kb: KnowledgeBase, text: str) -> list[str]:
+    return [chunk.text for chunk in kb.index.behind(text)]
+
+
+def variants(kb: KnowledgeBase, text: str) -> dict[str, str]:
+    """Keys of the stored variants of a text but the one behind the head alone, which every text may have."""
+    return {name: key for name, key in kb.engine.stored_variants(text).items() if name != "head"}
+
+
+def payload(kb: KnowledgeBase, key: str) -> bytes:
+    reader = kb.store.open(key)
+    assert reader is not None
+    with reader:
+        return b"".join(reader.read_layer_kv(layer).key.float().numpy().tobytes() for layer in range(reader.n_layers))
+
+
+def note_behind(kb: KnowledgeBase, text: str, other: str) -> bytes:
+    """The note of a text's KV that was prefilled behind another text."""
+    encode = kb.engine.prompts.encode_text
+    return Note.of((*kb.engine.preamble_ids, *encode(other), *encode("\n\n")), encode(text)).to_bytes()
+
+
+def agree(kb: KnowledgeBase) -> bool:
+    """Whether store and index tell the same of every chunk: its keys, and what each is behind."""
+    for document in kb.index.digests():
+        for chunk in kb.index.chunks_of(document, kb._model_signature):
+            stored = kb.engine.stored_variants(chunk.text)
+            assert set(stored.values()) == set(chunk.kv_keys)
+            notes = kb.store.notes(list(stored.values()))
+            expected = {note_behind(kb, chunk.text, other) for other in stands_behind(kb, chunk.text)}
+            assert {notes[key] for name, key in stored.items() if name not in ("head", "filler")} <= expected
+    return kb.verify().ok and not kb.index.stale_chunks(kb._model_signature)
+
+
+def test_a_chunk_stands_behind_the_closest_other_text(kb: KnowledgeBase) -> None:
+    done = kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
+    assert (done.computed, done.refreshed) == (3, 0)
+    assert stands_behind(kb, BRIDGE) == [GRANITE]
+    assert stands_behind(kb, GRANITE) == [BRIDGE]
+    (key,) = variants(kb, BRIDGE).values()
+    assert kb.store.notes([key])[key] == note_behind(kb, BRIDGE, GRANITE)
+    assert variants(kb, BRIDGE).keys() == {"neighbour"}
+    assert agree(kb)
+
+
+def test_a_corpus_of_one_chunk_stands_behind_the_filler(kb: KnowledgeBase) -> None:
+    kb.ingest_texts({"a": BRIDGE})
+    assert variants(kb, BRIDGE).keys() == {"filler"}
+    assert stands_behind(kb, BRIDGE) == []
+    before = kb.store.notes(kb.store.keys())
+
+    added = kb.ingest_texts({"a": BRIDGE, "b": GRANITE})
+    assert (added.unchanged, added.computed, added.refreshed) == (1, 1, 0), "what did not change is left alone"
+    assert stands_behind(kb, GRANITE) == [BRIDGE]
+    assert before.items() < kb.store.notes(kb.store.keys()).items()
+    assert agree(kb)
+
+
+def test_chunks_that_overlap_are_stored_behind_each_other_too(kb: KnowledgeBase) -> None:
+    first, second = " ".join(WINDOW[:4]), " ".join(WINDOW[1:])
+    kb.ingest_texts({"a": first, "b": second})
+    assert variants(kb, first).keys() == {"filler", "copy"}
+    assert stands_behind(kb, first) == [second]
+
+    kb.ingest_texts({"c": CATS, "d": " ".join(WINDOW[2:])})
+    assert variants(kb, " ".join(WINDOW[2:])).keys() == {"neighbour", "copy"}
+    assert agree(kb)
+
+    done = kb.ingest_texts({"b": MOON, "d": GRANITE})
+    assert done.refreshed >= 1
+    assert "copy" not in kb.engine.stored_variants(first)
+    assert agree(kb)
+    noted = kb.index.kv_keys(kb._model_signature)
+    assert kb.store.keys() == noted, "the KV of variants that nobody has any more is freed"
+
+
+def test_kv_behind_a_text_that_changed_is_prefilled_again(kb: KnowledgeBase) -> None:
+    kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
+    (key,) = variants(kb, BRIDGE).values()
+    old, old_note = payload(kb, key), kb.store.notes([key])[key]
+    behind = [text for text in (BRIDGE, MOON) if GRANITE in stands_behind(kb, text)]
+
+    done = kb.ingest_texts({"b": CATS})
+    assert (done.documents, done.computed, done.refreshed) == (1, 1, len(behind))
+    assert GRANITE not in [other for text in (BRIDGE, MOON, CATS) for other in stands_behind(kb, text)]
+    assert payload(kb, key) != old
+    assert old_note not in kb.store.notes(kb.store.keys()).values()
+    assert kb.engine.stored_variants(GRANITE) == {}
+    assert agree(kb)
+
+    again = kb.ingest_texts({"a": BRIDGE, "b": CATS, "c": MOON})
+    assert (again.unchanged, again.computed, again.refreshed) == (3, 0, 0)
+
+
+def test_equal_texts_share_their_kv_and_what_it_is_behind(kb: KnowledgeBase) -> None:
+    done = kb.ingest_texts({"a": BRIDGE, "rockets and cats": BRIDGE, "b": GRANITE, "c": MOON})
+    assert (done.computed, done.already_stored) == (3, 1)
+    assert stands_behind(kb, BRIDGE) == [GRANITE]
+    assert agree(kb)
+
+    changed = kb.ingest_texts({"b": CATS})
+    assert changed.refreshed >= 1
+    assert agree(kb)
+    kb.ingest_texts({"a": MOON})
+    assert BRIDGE in [c.text for c in kb.index.chunks_of("rockets and cats", kb._model_signature)]
+    assert agree(kb)
+
+
+def test_the_kv_of_another_model_is_not_left_behind_what_is_gone(make: Make, other_model: Path) -> None:
+    texts = {"a": BRIDGE, "b": GRANITE, "c": MOON}
+    one = make()
+    one.ingest_texts(texts)
+    other = make(model=other_model)
+    assert other.ingest_texts(texts).computed == 3
+    (key,) = variants(other, BRIDGE).values()
+
+    one.ingest_texts({"b": CATS})
+    assert key not in one.store
+    assert agree(one)
+
+    # Another document brings it back: the index knows what is missing.
+    done = other.ingest_texts({"d": "Gulls sleep on one leg."})
+    assert done.refreshed >= 1
+    assert GRANITE not in stands_behind(other, BRIDGE)
+    other.ingest_texts({**texts, "b": CATS})
+    assert agree(other)
+    assert agree(one)
+
+
+def test_a_store_too_small_for_everything_stays_valid(make: Make) -> None:
+    with make("large") as large:
+        large.ingest_texts({"a": BRIDGE, "b": GRANITE})
+        size = large.stats().bytes
+    kb = make(size_limit_bytes=size)
+    texts = {"a": BRIDGE, "b": GRANITE, "c": MOON, "d": CATS}
+    kb.ingest_texts(texts)
+    assert kb.stats().evictions > 0
+    assert kb.ingest_texts(texts).computed == 0, "what was evicted is not put back each time"
+    kb.ingest_texts({"b": "Gulls sleep on one leg.", "c": "Ice is lighter than water."})
+    assert kb.index.stale_keys() == []
+    assert kb.stats().bytes <= size
+    assert kb.verify(repair=True).ok
+    assert kb.ingest_texts({"a": BRIDGE, "d": CATS}).computed == 0
+
+
+class Stopped(BaseException):
+    """As if the process had ended."""
+
+
+def stopping_after(calls: int) -> Callable[[str, float, int], None]:
+    left = iter(range(calls))
+
+    def progress(*_: object) -> None:
+        if next(left, None) is None:
+            raise Stopped
+
+    return progress
+
+
+def test_runs_that_are_stopped_anywhere_end_as_if_they_had_not_been(make: Make) -> None:
+    texts = {f"w{n}": " ".join(WINDOW[n : n + 3]) for n in range(3)}
+    texts |= {"a": BRIDGE, "b": GRANITE, "c": MOON, "again": BRIDGE}
+    changed = {"w1": CATS, "b": " ".join(WINDOW[1:4]), "c": GRANITE}
+    stopped, undisturbed = make("stopped"), make("undisturbed")
+    for given in (texts, changed):
+        undisturbed.ingest_texts(given)
+        for calls in range(0, 60, 3):
+            try:
+                stopped.ingest_texts(given, progress=stopping_after(calls))
+                break
+            except Stopped:
+                continue
+        else:
+            pytest.fail("it never came to an end")
+        assert stopped.store.keys() == undisturbed.store.keys()
+        assert agree(stopped)
+        assert agree(undisturbed)
+
+
+def test_a_process_killed_before_it_refreshed_is_put_right_by_the_next(make: Make, tiny_model: Path) -> None:
+    kb = make()
+    kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
+    (key,) = variants(kb, BRIDGE).values()
+    old = kb.store.notes([key])[key]
+    killed = f"""
+import os, signal
+from ragblend.kb import KnowledgeBase
+kb = KnowledgeBase({str(kb.store.directory)!r}, model={str(tiny_model)!r})
+stale_keys = kb.index.stale_keys
+kb.index.stale_keys = lambda: os.kill(os.getpid(), signal.SIGKILL) if stale_keys() else []
+kb.ingest_texts({{"b": {CATS!r}}})
+"""
+    done = subprocess.run([sys.executable, "-c", killed], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert kb.store.notes([key])[key] == old
+
+    assert kb.ingest_texts({"d": "Gulls sleep on one leg."}).refreshed >= 1
+    assert kb.store.notes([key])[key] != old
+    assert agree(kb)
+
+
+def test_stopped_between_deleting_and_refreshing(kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
+
+    def stop(model: str) -> dict[str, set[int]]:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kb.index, "stale_chunks", stop)
+        with pytest.raises(Stopped):
+            kb.ingest_texts({"b": CATS})
+    assert variants(kb, BRIDGE) == {}
+    assert kb.ingest_texts({"d": "Gulls sleep on one leg."}).refreshed >= 1
+    assert agree(kb)
+
+
+def test_repairing_brings_back_one_lost_variant_of_two(kb: KnowledgeBase) -> None:
+    texts = {"a": " ".join(WINDOW[:4]), "b": " ".join(WINDOW[1:]), "c": CATS}
+    kb.ingest_texts(texts)
+    before = kb.store.notes(kb.store.keys())
+    lost = kb.engine.stored_variants(texts["a"])["neighbour"]
+    kb.store.delete(lost)
+    assert kb.verify(repair=True).missing == (lost,)
+    assert kb.verify().ok
+    assert kb.ingest_texts(texts).computed == 1
+    assert kb.store.notes(kb.store.keys()) == before
+
+
+def test_prune_forgets_what_is_gone_and_refreshes_what_stood_behind_it(
+    cli: Cli, tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for name, text in {"a": BRIDGE, "b": GRANITE, "c": MOON}.items():
+        (folder / f"{name}.txt").write_text(text)
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text(CATS)
+    cli("ingest", folder)
+    with KnowledgeBase(tmp_path / "store", model=str(tiny_model)) as kb:
+        before = kb.store.keys()
+
+    (folder / "b.txt").unlink()
+    assert cli("ingest", folder, "--json").json["pruned"] == 0
+    assert cli("stats", "--json").json["documents"] == 4
+    (tmp_path / "elsewhere").mkdir()
+    assert cli("ingest", tmp_path / "elsewhere", "--prune", "--json").json["pruned"] == 0, "it is under another path"
+
+    done = cli("ingest", folder, "--prune", "--json").json
+    assert (done["pruned"], done["documents"], done["unchanged"], done["computed"]) == (1, 0, 3, 0)
+    assert done["refreshed"] >= 1
+    counts = cli("stats", "--json").json
+    assert counts["documents"] == counts["indexed_chunks"] == 3
+    with KnowledgeBase(tmp_path / "store", model=str(tiny_model)) as kb:
+        assert kb.index.stale_keys() == []
+        assert kb.store.keys() == [key for key in before if key in kb.index.kv_keys(kb._model_signature)]
+    assert cli("verify").code == 0
+    found = cli("query", "Which bridge?", "--top-k", "9", "--max-tokens", "1", "--json").json["sources"]
+    assert GRANITE not in {source["text"] for source in found}
+
+    again = cli("ingest", folder, "--prune", "--json").json
+    assert (again["pruned"], again["refreshed"], again["computed"], again["unchanged"]) == (0, 0, 0, 3)
+
+    for file in folder.iterdir():
+        file.unlink()
+    assert cli("ingest", folder, "--prune", "--json").json["pruned"] == 3
+    counts = cli("stats", "--json").json
+    assert counts["documents"] == counts["indexed_chunks"] == counts["chunks"] == 0
+    assert cli("verify").code == 0
+    assert cli("query", "Who?", "--json").json["error"]["type"] == "IngestError"
+    (folder / "a.txt").write_text(BRIDGE)
+    assert cli("ingest", folder, "--json").json["computed"] == 1
