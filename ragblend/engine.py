@@ -381,6 +381,7 @@ class RagBlend:
         # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
         with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
             writing: dict[str, Future[int]] = {}
+            noted: dict[str, bytes] = {}  # of what is being written
             try:
                 for number, text in enumerate(texts):
                     if not isinstance(text, str):
@@ -393,7 +394,7 @@ class RagBlend:
                         empty += 1
                     else:
                         chosen, offered = self._contexts(ids, () if neighbours is None else neighbours[number])
-                        notes = self.store.notes([self._key(ids, context.name) for context in chosen])
+                        notes = self.store.notes([self._key(ids, context.name) for context in chosen]) | noted
                         new = 0
                         for context in chosen:
                             key = self._key(ids, context.name)
@@ -402,13 +403,13 @@ class RagBlend:
                                 source = offered.get(behind)
                             else:
                                 source = context.source
-                            there = key in writing or (key in notes and (source is not None or context.source is None))
+                            there = key in notes and (source is not None or context.source is None)
                             if not there:
                                 layers, note = self._chunk_kv(ids, context)
                                 for write in writing.values():
                                     n_bytes += write.result()
                                 put = partial(self.store.put, note=note.to_bytes(), overwrite=key in notes)
-                                writing = {key: writer.submit(put, key, layers)}
+                                writing, noted = {key: writer.submit(put, key, layers)}, {key: note.to_bytes()}
                                 source = context.source
                                 new += 1
                                 tokens += len(ids)
@@ -603,8 +604,13 @@ class RagBlend:
         corrupt: set[str] = set()
         while True:
             began = time.perf_counter()
+            seen = len(corrupt)
             choices = self._choose(layout, corrupt)
             uses, readers = self._look_up(layout.chunks, choices, known, corrupt, read=ratio != 1)
+            if len(corrupt) > seen:  # another variant may be whole
+                for reader in readers:
+                    reader.close()
+                continue
             lookup_s = time.perf_counter() - began
             exact = {use.start for use, choice in zip(uses, choices, strict=True) if choice.exact}
             plan = _plan(layout, ids, known, uses, exact)
@@ -658,7 +664,8 @@ class RagBlend:
         here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
         choices = []
         for each, span, repeats in zip(keys, spans, here, strict=True):
-            stored = {name: Note.from_bytes(notes[key], len(span)) for name, key in each.items() if key in notes}
+            whole = {name: key for name, key in each.items() if key in notes and key not in corrupt}
+            stored = {name: Note.from_bytes(notes[key], len(span)) for name, key in whole.items()}
             behind = digest(layout.ids[: span.start])
             fits = best(stored, self.settings.policy, repeats, behind)
             if fits is not None:
@@ -685,6 +692,8 @@ class RagBlend:
                 status = "recomputed" if choice.stored else "miss"
             else:
                 reader, status = opened[key]
+                if status == "corrupt":
+                    corrupt.add(key)
                 if reader is not None and not self._fits(reader, span):
                     reader.close()
                     corrupt.add(key)

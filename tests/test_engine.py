@@ -449,7 +449,6 @@ def test_keys_name_model_dtype_preamble_and_tokenizer(tmp_path: Path) -> None:
         {"family": "qwen2"},
         {"preamble": "Other."},
         {"policy": "none"},
-        {"policy": "filler"},
         {"tokenizer": "llama3"},
     ):
         assert not keys(**changes) & base

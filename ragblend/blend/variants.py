@@ -150,7 +150,8 @@ def contexts(
         if shares and max(shares) > COPY_SHARE:
             n, text = others[shares.index(max(shares))]
             made.append(Context("copy", text, n))
-    if not any(context.name in ("neighbour", "before") for context in made):
+    known = any(context.name in ("neighbour", "before") for context in made)
+    if not known and (len(filler) or policy == "filler"):
         made.insert(0, Context("filler", tuple(filler)))
     return made if policy == "filler" else [Context("head", ()), *made]
 

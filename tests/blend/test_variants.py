@@ -106,8 +106,10 @@ def test_other_policies_take_no_notice_of_other_texts(policy: Policy, made: Cont
         assert contexts(policy, CHUNK, FILLER, offered) == [made]
 
 
-def test_without_room_for_it_the_filler_is_the_head_alone() -> None:
-    assert contexts("neighbours", CHUNK, (), [()]) == [ALONE_BEHIND_HEAD, Context("filler", ())]
+def test_without_room_for_a_filler_there_is_the_head_alone() -> None:
+    assert contexts("neighbours", CHUNK, (), [()]) == [ALONE_BEHIND_HEAD]
+    assert contexts("document", CHUNK, (), []) == [ALONE_BEHIND_HEAD]
+    assert contexts("filler", CHUNK, (), []) == [Context("filler", ())]
 
 
 @given(st.sampled_from(POLICIES), st.lists(st.sampled_from([(), NEW, NEW_TOO, HALFWAY, COPY, CLOSER_COPY]), max_size=5))

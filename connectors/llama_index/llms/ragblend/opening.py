@@ -65,7 +65,7 @@ class Opening:
         return {**own, **self.others} | {
             # A relative path would mean another place in a process that runs elsewhere, as would its default folder.
             "model": str(where.absolute()) if where.exists() else self.model,
-            "store": self.store or default_store().absolute(),
+            "store": default_store().absolute() if self.store is None else self.store,
         }
 
     def open(self, *, is_chat_model: bool | None, **formatting: Any) -> RagBlend:
@@ -90,7 +90,7 @@ class Opening:
             preamble = default_preamble(preamble, is_chat_model=chat, **given)
         engine = RagBlend.from_pretrained(
             (model, tokenizer),
-            store=self.store or default_store(),
+            store=default_store() if self.store is None else self.store,  # an empty store is false
             size_limit_bytes=self.size_limit_bytes,
             pack=not isinstance(self.model, tuple),
             preamble=preamble,
