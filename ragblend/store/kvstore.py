@@ -451,6 +451,9 @@ class KVStore:
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.contains(key)
 
+    def __bool__(self) -> bool:
+        return True  # an empty store is one, too
+
     def __len__(self) -> int:
         with self._typed_errors("read"):
             return int(self._kv.rows("SELECT COUNT(*) FROM Cache")[0][0])
