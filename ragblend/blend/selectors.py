@@ -124,10 +124,10 @@ class QuestionAttention:
         tokens = len(plan.ids)
         # A prompt that ends in a chunk is asked through its last token.
         question = range(max(min(plan.question[0], tokens - 1), tokens - self.question_tokens), tokens)
-        # The prompt's head comes along, as the sink that attention weights are relative to. Other fresh tokens have no
-        # KV yet and stay invisible.
+        # The prompt's head comes along, as the sink that attention weights are relative to: all of it, so that the same
+        # tokens are chosen whether it is known or not. Other fresh tokens have no KV yet and stay invisible.
         head = range(plan.known, plan.chunks[0][0]) if plan.chunks else range(0)
-        positions = torch.tensor([*head[: self.question_tokens], *question])
+        positions = torch.tensor([*head, *question])
         invisible = state.fresh.clone()
         invisible[positions] = False
         if bool(invisible.any()):

@@ -19,6 +19,8 @@ from llama_index.node_parser.ragblend import KVPrefill
 
 from ragblend.errors import ContextWindowError, InvalidSettingError
 
+VARIANTS = 2  # of a chunk without known neighbours: behind the head, and behind head and filler
+
 
 @pytest.fixture
 def nodes(texts: list[str]) -> list[BaseNode]:
@@ -30,7 +32,7 @@ def test_nodes_come_back_as_they_were_and_their_kv_is_stored(engine: Recorder, n
     prefill = KVPrefill(engine=engine)
     assert prefill(nodes) is nodes
     assert [node.to_dict() for node in nodes] == before
-    assert len(engine.store) == 4
+    assert len(engine.store) == 4 * VARIANTS
     assert prefill.last_report is not None
     assert prefill.last_report.computed == 4
 
@@ -43,11 +45,42 @@ def test_running_again_computes_nothing(engine: Recorder, nodes: list[BaseNode])
     assert (prefill.last_report.computed, prefill.last_report.already_stored) == (0, 4)
 
 
+def test_embedded_nodes_are_prefilled_behind_their_neighbours(engine: Recorder, texts: list[str]) -> None:
+    vectors = [[1.0, 0.0], [0.0, 2.0], [3.0, 0.1], [0.1, 1.0]]
+    nodes = [TextNode(text=text, embedding=vector) for text, vector in zip(texts[:4], vectors, strict=True)]
+    prefill = KVPrefill(engine=engine)
+    prefill(nodes)
+    assert prefill.last_report is not None
+    behind = [entry for entry in prefill.last_report.entries if entry.variant != "head"]
+    assert {entry.text for entry in behind} == {0, 1, 2, 3}
+    assert all(entry.neighbour == 0 for entry in behind if entry.variant == "copy"), "the closest one"
+    assert {entry.variant for entry in behind} <= {"neighbour", "copy", "filler"}
+    assert any(entry.neighbour is not None for entry in behind)
+    nodes[3].embedding = None  # not all of them say where they are
+    prefill(nodes)
+    assert {entry.variant for entry in prefill.last_report.entries} == {"head", "filler"}
+
+
+def test_with_the_policy_document_nodes_are_prefilled_behind_the_one_before(
+    make_engine: MakeEngine, texts: list[str]
+) -> None:
+    prefill = KVPrefill(engine=make_engine(policy="document"))
+    documents = [Document(text=texts[0], id_="a"), Document(text=texts[1], id_="b")]
+    split = SentenceSplitter(chunk_size=24, chunk_overlap=0).get_nodes_from_documents(documents)
+    prefill(split)
+    assert prefill.last_report is not None
+    first = {next(n for n, node in enumerate(split) if node.ref_doc_id == document.id_) for document in documents}
+    for number in range(len(split)):
+        (variant,) = {e.variant for e in prefill.last_report.entries if e.text == number and e.variant != "head"}
+        assert variant == ("filler" if number in first else "before")
+    assert len(split) > 3
+
+
 def test_a_chunk_is_a_nodes_content_whatever_its_metadata_and_id(engine: Recorder, texts: list[str]) -> None:
     prefill = KVPrefill(engine=engine)
     prefill([TextNode(text=texts[0], metadata={"file_path": "a.txt"})])
     prefill([TextNode(text=f"\n{texts[0]}  ", metadata={"file_path": "b.txt", "page": 3})])
-    assert len(engine.store) == 1
+    assert len(engine.store) == VARIANTS
 
 
 def test_empty_nodes_are_skipped(engine: Recorder, texts: list[str]) -> None:
@@ -103,11 +136,11 @@ def test_a_pipeline_that_cached_its_nodes_comes_back_for_a_new_store(
     pipeline = IngestionPipeline(transformations=[SentenceSplitter(), KVPrefill(engine=first)])
     pipeline.run(documents=documents)
     pipeline.run(documents=documents)
-    assert len(first.store) == 3
+    assert len(first.store) == 3 * VARIANTS
     second = make_engine(store="other")
     pipeline.transformations[-1] = KVPrefill(engine=second)
     pipeline.run(documents=documents)
-    assert len(second.store) == 3
+    assert len(second.store) == 3 * VARIANTS
 
 
 def test_the_cache_key_does_not_hold_the_engine(llm: RagBlendLLM, nodes: list[BaseNode]) -> None:
@@ -148,7 +181,7 @@ def test_async_runs_leave_the_event_loop_free(engine: Recorder, nodes: list[Base
         return ticks
 
     assert asyncio.run(run()) > 10
-    assert len(engine.store) == 4
+    assert len(engine.store) == 4 * VARIANTS
 
 
 def test_a_cancelled_async_run_stops(engine: Recorder, nodes: list[BaseNode]) -> None:
@@ -161,4 +194,4 @@ def test_a_cancelled_async_run_stops(engine: Recorder, nodes: list[BaseNode]) ->
                 await task
 
     asyncio.run(run())  # it waits for the thread to end
-    assert len(engine.store) <= 1
+    assert len(engine.store) <= VARIANTS
