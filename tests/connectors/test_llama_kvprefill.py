@@ -53,7 +53,6 @@ def test_embedded_nodes_are_prefilled_behind_their_neighbours(engine: Recorder, 
     assert prefill.last_report is not None
     behind = [entry for entry in prefill.last_report.entries if entry.variant != "head"]
     assert {entry.text for entry in behind} == {0, 1, 2, 3}
-    assert all(entry.neighbour == 0 for entry in behind if entry.variant == "copy"), "the closest one"
     assert {entry.variant for entry in behind} <= {"neighbour", "copy", "filler"}
     assert any(entry.neighbour is not None for entry in behind)
     nodes[3].embedding = None  # not all of them say where they are
