@@ -27,7 +27,7 @@ from ragblend.report import BlendReport
 
 STORE = Path(__file__).parent / ".ragblend" / "demo"
 README_CHARS = range(800, 200_000)  # shorter ones say nothing, longer ones are change logs
-READ_CHARS = 2_200  # of each: its beginning says what it is for, and ingesting all takes a minute or two
+READ_CHARS = 1_100  # of each: its beginning says what it is for, and ingesting all takes a minute or two
 TOP_K = 8
 QUESTIONS = [
     "Where does the name tqdm come from?",
