@@ -87,6 +87,14 @@ Data = Annotated[
         metavar="FILE", help="Questions, one JSON object a line: question, answers, chunks.", show_default=False
     ),
 ]
+BenchChunks = Annotated[int, typer.Option(help="Chunks in a prompt.")]
+BenchChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk.")]
+BenchStore = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="Keep the KV here. Default: a temporary folder.", show_default=False),
+]
+Ratios = Annotated[str, typer.Option(help="Shares of reused tokens to recompute.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
 DEFAULT_STORE = Path(".ragblend")
 
 
@@ -244,19 +252,14 @@ def verify(
 @bench.command()
 def ttft(
     data: Data,
-    chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
+    chunks: BenchChunks = 6,
+    chunk_tokens: BenchChunkTokens = 300,
     limit: Annotated[int, typer.Option(help="Questions to ask.")] = 10,
     ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.15,
     repeats: Annotated[int, typer.Option(help="How often each question is timed.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    dtype: Dtype = "auto",
     decode_tokens: Annotated[int, typer.Option(help="Length of the answers whose speed is measured.")] = 64,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            "--store", metavar="DIR", help="Keep the KV here. Default: a temporary folder.", show_default=False
-        ),
-    ] = None,
+    store: BenchStore = None,
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
@@ -267,8 +270,7 @@ def ttft(
     - ragblend bench ttft --data questions.jsonl --chunks 6 --chunk-tokens 300 --limit 10 --json
     """
     with _reporting(as_json) as say:
-        if not data.is_file():
-            raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
+        _is_there(data)
         _at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, limit=limit, repeats=repeats)
         _ratio(str(ratio))
         from ragblend.evaluation.ttft import run
@@ -294,10 +296,10 @@ def ttft(
 @bench.command()
 def fidelity(
     data: Data,
-    chunks: Annotated[int, typer.Option(help="Chunks in a prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 300,
+    chunks: BenchChunks = 6,
+    chunk_tokens: BenchChunkTokens = 300,
     limit: Annotated[int, typer.Option(help="Questions to ask. The chunks of all of them are the corpus.")] = 20,
-    ratios: Annotated[str, typer.Option(help="Shares of reused tokens to recompute.")] = "0,0.05,0.15",
+    ratios: Ratios = "0,0.05,0.15",
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -312,13 +314,8 @@ def fidelity(
         bool, typer.Option("--strangers", help="Take neighbours from other questions, so that none is in the prompt.")
     ] = False,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of the answer that distributions are compared at.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            "--store", metavar="DIR", help="Keep the KV here. Default: a temporary folder.", show_default=False
-        ),
-    ] = None,
+    dtype: Dtype = "auto",
+    store: BenchStore = None,
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
@@ -349,8 +346,8 @@ def fidelity(
 @bench.command()
 def leaks(
     limit: Annotated[int, typer.Option(help="Questions to ask.")] = 100,
-    ratios: Annotated[str, typer.Option(help="Shares of reused tokens to recompute.")] = "0,0.15",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    ratios: Ratios = "0,0.15",
+    dtype: Dtype = "auto",
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
@@ -443,8 +440,7 @@ def report(
 def _fidelity(
     *, data: Path, ratios: str = "0,0.05,0.15", strategies: Sequence[str] | None = None, model: str | None, **how: Any
 ) -> dict[str, Any]:
-    if not data.is_file():
-        raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
+    _is_there(data)
     _at_least_one(**{name: value for name, value in how.items() if type(value) is int})
     shares = _ratios(ratios)
     from ragblend.evaluation.fidelity import DEFAULT_STRATEGIES, run
@@ -544,6 +540,11 @@ def _following(bar: Progress) -> Callable[[str, float, int], None]:
         bar.update(task, description=Path(document).name[-40:], completed=done, total=total)
 
     return show
+
+
+def _is_there(data: Path) -> None:
+    if not data.is_file():
+        raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")
 
 
 def _counting(bar: Progress) -> Callable[[int, int], None]:

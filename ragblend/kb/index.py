@@ -248,12 +248,7 @@ class DocumentIndex:
         """
         with self._typed_errors("write to"), self._transaction():
             self._check_vectors(chunks, embedding_model)
-            known = dict.fromkeys(
-                key
-                for (key,) in self._db.execute(
-                    "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ? ORDER BY id", (document,)
-                )
-            )
+            known = self._keys_of(document)
             gone = [row[0] for row in self._db.execute("SELECT id FROM chunks WHERE document = ?", (document,))]
             self._db.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._db.execute(
@@ -284,12 +279,7 @@ class DocumentIndex:
     def remove(self, document: str) -> list[str]:
         """Forget a document; keys of KV that no chunk refers to any more."""
         with self._typed_errors("write to"), self._transaction():
-            keys = dict.fromkeys(
-                key
-                for (key,) in self._db.execute(
-                    "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ?", (document,)
-                )
-            )
+            keys = self._keys_of(document)
             self._db.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._db.execute("DELETE FROM documents WHERE name = ?", (document,))
             # Made again from what is left when it is asked for next.
@@ -393,6 +383,10 @@ class DocumentIndex:
         self._db.executemany("INSERT INTO kv VALUES (?, ?, ?, ?)", rows)
         # Chunks of equal text share their KV, and may have found it behind something else than it is behind now.
         self._db.executemany("UPDATE kv SET behind = ? WHERE key = ?", [(behind, key) for _, _, key, behind in rows])
+
+    def _keys_of(self, document: str) -> list[str]:
+        query = "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ? ORDER BY id"
+        return list(dict.fromkeys(key for (key,) in self._db.execute(query, (document,))))
 
     def _refers_to(self, key: str) -> bool:
         return self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone() is not None
