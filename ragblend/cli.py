@@ -333,7 +333,7 @@ def fidelity(
             chunk_tokens=chunk_tokens,
             limit=limit,
             ratios=ratios,
-            strategies=strategy,
+            strategy=strategy,
             strangers=strangers,
             answer_tokens=answer_tokens,
             dtype=dtype,
@@ -438,8 +438,9 @@ def report(
 
 
 def _fidelity(
-    *, data: Path, ratios: str = "0,0.05,0.15", strategies: Sequence[str] | None = None, model: str | None, **how: Any
+    *, data: Path, ratios: str = "0,0.05,0.15", strategy: Sequence[str] | None = None, model: str | None, **how: Any
 ) -> dict[str, Any]:
+    """What `bench fidelity` measures, and the command that measures it: arguments are the options' names."""
     _is_there(data)
     _at_least_one(**{name: value for name, value in how.items() if type(value) is int})
     shares = _ratios(ratios)
@@ -451,11 +452,24 @@ def _fidelity(
             model=model or DEFAULT_MODEL,
             data=data,
             ratios=shares,
-            strategies=strategies or DEFAULT_STRATEGIES,
+            strategies=strategy or DEFAULT_STRATEGIES,
             progress=_counting(bar),
             **how,
         )
-    return {**result, "command": shlex.join(["ragblend", *sys.argv[1:]])}
+    options = {"data": data, "ratios": ratios, "strategy": strategy, "model": model, **how}
+    return {**result, "command": _command("bench", "fidelity", **options)}
+
+
+def _command(*words: str, **options: Any) -> str:
+    """What to type for these options: None and False are left out, lists repeat theirs."""
+    for name, value in options.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words += (option,)
+        elif value is not None and value is not False:
+            for one in value if isinstance(value, list) else [value]:
+                words += (option, str(one))
+    return shlex.join(["ragblend", *words])
 
 
 def main() -> None:

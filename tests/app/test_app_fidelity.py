@@ -133,7 +133,9 @@ def test_the_command_line_measures_and_draws(cli: Cli, data: Path, tmp_path: Pat
         "blend@0.2",
     }
     assert measured["neighbours"] == "none in the prompt"
-    assert measured["command"].startswith("ragblend ")
+    assert measured["command"].startswith(f"ragblend bench fidelity --data {data} --ratios 0,0.2 ")
+    assert " --strangers " in measured["command"]
+    assert " --store" not in measured["command"]
     file = tmp_path / "fidelity.json"
     file.write_text(json.dumps(measured))
     drawn = cli("bench", "report", tmp_path / "out", "--results", file, "--json").json["files"]
