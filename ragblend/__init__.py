@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ragblend.audit import Audit as Audit
     from ragblend.blend.selectors import HKVD as HKVD
     from ragblend.blend.selectors import FirstTokens as FirstTokens
     from ragblend.blend.selectors import QuestionAttention as QuestionAttention
@@ -26,17 +27,20 @@ if TYPE_CHECKING:
     from ragblend.model.generate import DecodeSettings as DecodeSettings
     from ragblend.prompt.chunk import Chunk as Chunk
     from ragblend.prompt.chunk import Message as Message
+    from ragblend.quality import MaxKL as MaxKL
     from ragblend.report import BlendReport as BlendReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "ragblend.engine",
+    "Audit": "ragblend.audit",
     "BlendReport": "ragblend.report",
     "Chunk": "ragblend.prompt.chunk",
     "DecodeSettings": "ragblend.model.generate",
     "FirstTokens": "ragblend.blend.selectors",
     "HKVD": "ragblend.blend.selectors",
+    "MaxKL": "ragblend.quality",
     "Message": "ragblend.prompt.chunk",
     "QuestionAttention": "ragblend.blend.selectors",
     "RagBlend": "ragblend.engine",

@@ -1,4 +1,4 @@
-"""The command line: ragblend ingest, query, stats, verify, bench ttft.
+"""The command line: ragblend ingest, query, calibrate, stats, verify, bench.
 
 Results go to stdout, everything else (progress, warnings, errors) to stderr. With --json stdout carries exactly one
 JSON object, errors included. What imports torch is imported inside the commands that need it, so that --help, --version
@@ -29,6 +29,7 @@ import typer
 
 from ragblend import __version__
 from ragblend.errors import EmptyPromptError, InvalidSettingError, RagBlendError
+from ragblend.quality import QUALITIES, MaxKL
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -78,6 +79,25 @@ RatioOption = Annotated[
     typer.Option(
         metavar="R",
         help="Share of reused tokens to recompute: 0 is fastest, 1 is a full prefill; or auto. Default: 0.15.",
+        show_default=False,
+    ),
+]
+MaxKLOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl",
+        metavar="NATS",
+        help="Instead of --ratio: recompute as much as it takes to stay so close (KL divergence) to a full prefill's "
+        "answer. Needs `ragblend calibrate`.",
+        show_default=False,
+    ),
+]
+QualityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quality",
+        metavar="Q",
+        help="The same by name: strict, balanced or fast.",
         show_default=False,
     ),
 ]
@@ -171,6 +191,8 @@ def query(
     model: Model = None,
     top_k: Annotated[int, typer.Option(help="How many chunks to answer from.")] = 4,
     ratio: RatioOption = None,
+    max_kl: MaxKLOption = None,
+    quality: QualityOption = None,
     max_tokens: Annotated[int, typer.Option(help="Length of the answer at most.")] = 256,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is being made.")] = False,
     as_json: AsJson = False,
@@ -181,13 +203,14 @@ def query(
 
     - ragblend query "Who wrote it?" --stream
     - ragblend query "Who wrote it?" --top-k 6 --ratio 0.3 --json
+    - ragblend query "Who wrote it?" --quality strict
     """
     with _reporting(as_json) as say:
         # All that can be refused without a model is refused before torch is imported for one.
         if not question.strip():
             raise EmptyPromptError("the question is empty: ask something")
         _at_least_one(top_k=top_k, max_tokens=max_tokens)
-        share = _ratio(ratio)
+        share = _how_much(ratio, max_kl, quality)
         from ragblend.kb import KnowledgeBase
 
         # With --json the answer is one object, which is complete only at the end.
@@ -204,6 +227,53 @@ def query(
                 f"computed, first token after {report.ttft_s:.2f} s"
             )
         say({"question": question, **reply.as_dict()}, "\n".join(lines))
+
+
+@app.command()
+def calibrate(
+    store: Store = DEFAULT_STORE,
+    model: Model = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What is asked of these documents: one question a line, or JSON objects with a question. Default: "
+            "the model makes some up.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Questions at most.")] = 60,
+    minutes: Annotated[float, typer.Option(help="No question is begun when they are nearly over.")] = 10.0,
+    top_k: Annotated[int, typer.Option(help="How many chunks answers are made from.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Find out what keeps answers close to a full prefill's, on these documents with this model.
+
+    Each question is answered by a full prefill and at several recompute ratios. What is found is kept with the store:
+    which tokens are best recomputed, and how many it takes for a request. `query --quality` and `query --max-kl` go by
+    it, and so does --ratio auto.
+
+    Examples:
+
+    - ragblend calibrate
+    - ragblend calibrate --questions questions.txt --minutes 5
+    """
+    with _reporting(as_json) as say:
+        _at_least_one(limit=limit, top_k=top_k)
+        if not minutes > 0:
+            raise InvalidSettingError(f"--minutes takes a number above 0, not {minutes}")
+        asked = None if questions is None else _questions(questions)
+        from ragblend.kb import KnowledgeBase
+
+        with KnowledgeBase(store, model=model, create=False) as kb:
+            kb.as_retriever(top_k)
+            from ragblend.evaluation.calibrate import calibrate_documents
+
+            with _bar("calibrating") as bar:
+                found = calibrate_documents(
+                    kb, asked, limit=limit, top_k=top_k, minutes=minutes, progress=_following(bar)
+                )
+        say(found, None if as_json else _levels_table(found))
 
 
 @app.command()
@@ -574,6 +644,31 @@ def _ratios(value: str) -> list[float]:
     raise InvalidSettingError(f"--ratios takes numbers from 0 to 1 with commas between; got {value!r}")
 
 
+def _how_much(ratio: str | None, max_kl: float | None, quality: str | None) -> Any:
+    """The recompute ratio that one of these options asks for; None if none does."""
+    if sum(option is not None for option in (ratio, max_kl, quality)) > 1:
+        raise InvalidSettingError("--ratio, --max-kl and --quality say the same thing in three ways: give one of them")
+    if max_kl is not None:
+        return MaxKL(max_kl)
+    if quality is not None and quality not in QUALITIES:
+        raise InvalidSettingError(f"--quality is one of {', '.join(QUALITIES)}; got {quality!r}")
+    return _ratio(ratio) if quality is None else quality
+
+
+def _questions(file: Path) -> list[str]:
+    """The questions of a file: a line each, plain or as JSON objects."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        asked = [json.loads(line)["question"] if line.startswith("{") else line for line in lines if line]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSettingError(
+            f"{file} cannot be read as questions, one a line, plain or as JSON objects: {type(error).__name__}: {error}"
+        ) from error
+    if not all(isinstance(question, str) and question.strip() for question in asked):
+        raise InvalidSettingError(f"{file} holds questions that are no text")
+    return list(dict.fromkeys(asked))
+
+
 def _ratio(value: str | None) -> float | str | None:
     if value is None or value == "auto":
         return value
@@ -609,6 +704,28 @@ def _table(result: dict[str, Any]) -> object:
         table.add_column(column, justify="right")
     for strategy, numbers in strategies.items():
         table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
+    return table
+
+
+def _levels_table(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    selector = found["selector"]
+    how = ", ".join(f"{name} {value}" for name, value in selector.items() if name != "name")
+    title = f"{found['questions']} questions ({found['source']}); tokens chosen by {selector['name']} ({how})"
+    table = Table(title=title, title_justify="left")
+    for column in ("quality", "max kl", "mean ratio", "mean kl", "within", "full prefills", "fixed ratio"):
+        table.add_column(column, justify="left" if column == "quality" else "right")
+    for name, level in found["levels"].items():
+        table.add_row(
+            name,
+            f"{level['max_kl']:g}",
+            "{:.2f} [{:.2f}, {:.2f}]".format(level["ratio"], *level["ratio_ci"]),
+            "{:.4f} [{:.4f}, {:.4f}]".format(level["kl"], *level["kl_ci"]),
+            f"{level['within']:.0%}",
+            f"{level['full']:.0%}",
+            f"{level['fixed_ratio']:g}",
+        )
     return table
 
 

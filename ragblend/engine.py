@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ragblend.audit import COMPARED_TOKENS, FOREIGN, Audit, Audited, AuditLog, Guard, deviation
+from ragblend.blend.budget import Budget, Samples
 from ragblend.blend.controller import LoadingController
+from ragblend.blend.divergence import answer_logits, kl_divergence
 from ragblend.blend.precompute import Precomputer
-from ragblend.blend.prefill import Plan, Prefilled, Selector, prefill
+from ragblend.blend.prefill import Plan, Prefilled, RatioChooser, Selector, full_plan, prefill
 from ragblend.blend.prefix import PrefixCache
-from ragblend.blend.selectors import QuestionAttention
+from ragblend.blend.selectors import QuestionAttention, RecomputeNone
 from ragblend.blend.variants import (
     CONTEXT_TOKENS,
     FILLER,
@@ -45,8 +47,9 @@ from ragblend.errors import (
     CorruptPayloadError,
     IngestError,
     InvalidSettingError,
-    RagBlendError,
+    NotCalibratedError,
 )
+from ragblend.idle import IdleWorker
 from ragblend.kv import ChunkKV
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
@@ -54,8 +57,9 @@ from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
 from ragblend.prompt.chunk import Message, chunk_key, tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
 from ragblend.prompt.match import ChunkIndex, is_indexable, record_for
-from ragblend.prompt.repeats import repeated
+from ragblend.prompt.repeats import Mask, repeated
 from ragblend.prompt.template import PromptTokenizer
+from ragblend.quality import QUALITIES, MaxKL
 from ragblend.report import BlendReport, ChunkStatus, ChunkUse
 from ragblend.store.kvstore import KVStore
 from ragblend.store.loader import LayerLoader
@@ -64,14 +68,17 @@ from ragblend.store.payload import PayloadReader
 _log = logging.getLogger(__name__)
 
 DEFAULT_RATIO = 0.15
+_CALIBRATION = "calibration"  # the store's document
 DEFAULT_PREFIX_CACHE_BYTES = 512 * 1024 * 1024
 _REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
-_LEARN_QUEUE = 256  # misses waiting to be learned; more are dropped, they will be missed again
-_CLOSE_PATIENCE_S = 5.0
-_IDLE_S = 0.05  # how long nothing may have been computed before learning takes a turn
+_WAITING = 256  # misses waiting to be learned; more are dropped, they will be missed again
+_AUDITED_AT_ONCE = 256  # tokens: a request that comes in while another is audited waits for no more
 
-Ratio = float | str
-"""0..1, or "auto": the largest ratio that hides behind loading, and never less than the default."""
+Ratio: TypeAlias = float | str | MaxKL | RatioChooser
+"""How much is recomputed: a share 0..1 of the reused tokens; or chosen for each request, so that the answer stays as
+close to a full prefill's as a quality ("strict", "balanced", "fast") or MaxKL(nats) says, which takes a calibrated
+store; or by a function of one's own. "auto": as much as hides behind loading, and never less than "balanced" takes, or
+where nothing is calibrated, the default."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,11 @@ class EngineSettings:
     namespace: part of the name under which KV is stored that was prefilled behind other texts of the corpus, so that
         engines that share a store never meet each other's texts.
     ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
-    selector: which tokens those are.
+    selector: which tokens those are; None: what calibration found best, before it QuestionAttention().
     prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
     reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
     learn: store the KV of chunks that were missed, after the answer.
+    audit: which answers are held against a full prefill afterwards, and what is tolerated; None: none are.
 
     Raises:
         InvalidSettingError: a value out of range.
@@ -97,14 +105,16 @@ class EngineSettings:
     policy: Policy = "neighbours"
     namespace: str = ""
     ratio: Ratio = DEFAULT_RATIO
-    selector: Selector = field(default_factory=QuestionAttention)
+    selector: Selector | None = None
     prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES
     reuse_blended: bool = True
     learn: bool = True
+    audit: Audit | None = None
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_selector(self.selector)
+        if self.selector is not None:
+            check_selector(self.selector)
         if not isinstance(self.preamble, str) and not (
             isinstance(self.preamble, Sequence) and all(isinstance(m, Message) for m in self.preamble)
         ):
@@ -113,16 +123,23 @@ class EngineSettings:
             raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {self.policy!r}")
         if not isinstance(self.namespace, str):
             raise InvalidSettingError(f"the namespace is a string; got {self.namespace!r}")
+        if self.audit is not None and not isinstance(self.audit, Audit):
+            raise InvalidSettingError(f"audit is an Audit, such as Audit(share=0.02), or None; got {self.audit!r}")
         if self.prefix_cache_bytes < 0:
             raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
 
 
 def check_ratio(ratio: Ratio) -> None:
-    """Raises InvalidSettingError unless the ratio is "auto" or a number in 0..1."""
-    if ratio == "auto":
+    """Raises InvalidSettingError unless it is a Ratio."""
+    if ratio == "auto" or isinstance(ratio, MaxKL) or callable(ratio):
+        return
+    if isinstance(ratio, str) and ratio in QUALITIES:
         return
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
-        raise InvalidSettingError(f"the recompute ratio is a number from 0 to 1, or 'auto'; got {ratio!r}")
+        raise InvalidSettingError(
+            f"the recompute ratio is a number from 0 to 1, 'auto', one of {', '.join(QUALITIES)}, or a MaxKL; got "
+            f"{ratio!r}"
+        )
 
 
 def check_selector(selector: object) -> None:
@@ -182,13 +199,15 @@ class _Miss(NamedTuple):
 class _Choice(NamedTuple):
     """The variant that serves a chunk span.
 
-    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind.
+    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind. unlike: [chunk
+    tokens] bool; tokens that are repetitions here and were none there, or the other way round.
     """
 
     variant: Name
     key: str
     stored: bool
     exact: bool
+    unlike: Mask
 
 
 class Ready(NamedTuple):
@@ -228,7 +247,8 @@ class AnswerStream(Iterator[str]):
         self.text = ""
         self.token_ids: list[int] = []
         self._engine, self._ready = engine, ready
-        self._steps = engine._steps(ready, settings)
+        self._steps = engine.steps(ready, settings)
+        self._sampled = settings.temperature > 0 or settings.repetition_penalty != 1.0
         self._first_s: float | None = None
         self._done = False
 
@@ -258,7 +278,7 @@ class AnswerStream(Iterator[str]):
         decode_s = 0.0 if self._first_s is None else time.perf_counter() - self._first_s
         decoded = max(0, len(self.token_ids) - 1)
         self.report = replace(self.report, decode_tokens=decoded, decode_s=decode_s, finish_reason=reason)
-        self._engine._after(self._ready, self.token_ids)
+        self._engine._after(self._ready, self.token_ids, self._sampled)
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +310,12 @@ class RagBlend:
         self._filler = (*self.prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else KVStore(store)
+        self._blending = hashlib.blake2b(
+            repr((self.fingerprint, self.preamble_ids, self.settings.policy, self.settings.namespace)).encode(),
+            digest_size=16,
+        ).hexdigest()
+        self._samples = self._calibrated()
+        self._budgets: dict[MaxKL, Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
         self._precomputer = Precomputer(self.decoder, self.preamble_ids)
@@ -298,10 +324,8 @@ class RagBlend:
         self._index_lock = threading.Lock()
         self._index_version = -1
         self._last_compute = 0.0
-        self._learning: queue.Queue[_Miss | None] = queue.Queue(_LEARN_QUEUE)
-        self._learner: threading.Thread | None = None
-        self._closed = False
-        self._learn_until = 0.0
+        self._idle = IdleWorker(lambda: self._last_compute, _WAITING)
+        self._guard = None if self.settings.audit is None else Guard(self.settings.audit)
 
     @classmethod
     def from_pretrained(
@@ -534,8 +558,10 @@ class RagBlend:
         started = time.perf_counter()
         ratio = self.settings.ratio if ratio is None else ratio
         check_ratio(ratio)
-        selector = self.settings.selector if selector is None else selector
+        selector = selector or self.settings.selector or self.default_selector
         check_selector(selector)
+        least = 0.0 if self._guard is None else self._guard.least_ratio
+        ratio = 1.0 if least == 1.0 else ratio
         layout = lay_out(self.prompts, prompt, self._known_texts())
         tokens, window = len(layout.ids), self.decoder.context_window_tokens
         if tokens >= window:
@@ -545,17 +571,17 @@ class RagBlend:
 
         root = self.fingerprint.encode()
         if ratio != 1:
-            how = (root, self.preamble_ids, self.settings.policy, self.settings.namespace, ratio, selector)
-            root = hashlib.blake2b(repr(how).encode(), digest_size=16).digest()
+            root = hashlib.blake2b(repr((self._blending, ratio, selector, least)).encode(), digest_size=16).digest()
         with self._compute:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
-            done = self._blend(layout, ids, cache, known, ratio, selector)
+            done = self._blend(layout, ids, cache, known, ratio, selector, least)
             self._last_compute = time.perf_counter()
         plan, prefilled, report = done.plan, done.prefilled, done.report
         reused = int(plan.reused.sum())
         report = replace(
             report,
+            least_ratio=least,
             prompt_tokens=tokens,
             prefix_tokens=plan.known,
             prefix_is_exact=plan.known <= exact,
@@ -599,6 +625,7 @@ class RagBlend:
         known: int,
         ratio: Ratio,
         selector: Selector,
+        least: float,
     ) -> _Blended:
         """Prefill with what the store has. A payload that turns out corrupt on the way is a miss: plan anew."""
         corrupt: set[str] = set()
@@ -612,20 +639,10 @@ class RagBlend:
                     reader.close()
                 continue
             lookup_s = time.perf_counter() - began
-            exact = {use.start for use, choice in zip(uses, choices, strict=True) if choice.exact}
-            plan = _plan(layout, ids, known, uses, exact)
+            plan = _plan(layout, ids, known, uses, choices)
             reused = int(plan.reused.sum())
-            share = (
-                ratio
-                if not isinstance(ratio, str)
-                else self._controller.ratio(
-                    reused_tokens=reused,
-                    reused_bytes=reused * self.decoder.kv_bytes_per_token,
-                    fresh_tokens=len(ids) - plan.known - reused,
-                    n_layers=self.decoder.n_layers,
-                )
-            )
             try:
+                share = self._share(ratio, selector, plan, least)
                 with LayerLoader(readers, device=self.decoder.device, dtype=self.decoder.dtype) as loader:
                     began = time.perf_counter()
                     prefilled = prefill(self.decoder, cache, plan, loader if reused else None, selector, share)
@@ -646,7 +663,7 @@ class RagBlend:
             )
             report = BlendReport(
                 chunks=uses,
-                ratio=share,
+                ratio=prefilled.ratio,
                 bytes_read=loader.bytes_read,
                 lookup_s=lookup_s,
                 load_s=loader.load_s,
@@ -654,6 +671,28 @@ class RagBlend:
                 prefill_s=prefill_s,
             )
             return _Blended(plan, prefilled, report)
+
+    def _share(self, ratio: Ratio, selector: Selector, plan: Plan, least: float) -> float | RatioChooser:
+        """What a pass is given for a ratio. least: what the guard says."""
+        if isinstance(ratio, (int, float)):
+            return max(ratio, least)
+        if callable(ratio):
+            choose: RatioChooser = ratio
+        elif ratio == "auto":
+            reused = int(plan.reused.sum())
+            hidden = self._controller.ratio(
+                reused_tokens=reused,
+                reused_bytes=reused * self.decoder.kv_bytes_per_token,
+                fresh_tokens=len(plan.ids) - plan.known - reused,
+                n_layers=self.decoder.n_layers,
+            )
+            if self._samples is None or self._samples.selector != selector:
+                return max(hidden, least)
+            least = max(hidden, least)
+            choose = self._budget(MaxKL(QUALITIES["balanced"]), selector)
+        else:
+            choose = self._budget(MaxKL(QUALITIES[ratio]) if isinstance(ratio, str) else ratio, selector)
+        return (lambda scores, state: max(least, choose(scores, state))) if least else choose
 
     def _choose(self, layout: Layout, corrupt: set[str]) -> list[_Choice]:
         """The variant to serve each chunk span with; one known to be corrupt only where there is no other."""
@@ -669,10 +708,11 @@ class RagBlend:
             behind = digest(layout.ids[: span.start])
             fits = best(stored, self.settings.policy, repeats, behind)
             if fits is not None:
-                choices.append(_Choice(fits, each[fits], True, stored[fits].behind == behind))
+                note = stored[fits]
+                choices.append(_Choice(fits, each[fits], True, note.behind == behind, note.repeats != repeats))
             else:
                 lost = next((name for name in names if each[name] in corrupt), names[0])
-                choices.append(_Choice(lost, each[lost], False, False))
+                choices.append(_Choice(lost, each[lost], False, False, repeats))
         return choices
 
     def _look_up(
@@ -719,8 +759,8 @@ class RagBlend:
                 self._index_version = version
         return self._index
 
-    def _steps(self, ready: Ready, settings: DecodeSettings) -> Generator[Step, None, None]:
-        """Decode, taking the turn for one token at a time so that several answers can grow side by side."""
+    def steps(self, ready: Ready, settings: DecodeSettings) -> Generator[Step, None, None]:
+        """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side."""
         steps = decode(
             self.decoder,
             ready.cache,
@@ -738,8 +778,16 @@ class RagBlend:
                 return
             yield step
 
-    def _after(self, ready: Ready, token_ids: Sequence[int]) -> None:
-        """What an answer leaves behind: its prefix in RAM, its misses to be learned. Off the critical path."""
+    def logits(self, ready: Ready, answer: Sequence[int]) -> Tensor:
+        """[answer tokens, vocab] fp32: what is made of each of an answer's tokens, given the prompt and those before.
+
+        answer: as many token ids as the prefill left room for; what was decoded so far is overwritten.
+        """
+        with self._compute:
+            return answer_logits(self.decoder, ready.cache, ready.logits, len(ready.ids), answer)
+
+    def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool) -> None:
+        """What an answer leaves behind: its prefix in RAM, its misses to be learned, itself to be audited."""
         exact_root = self.fingerprint.encode()
         with_answer = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
         if ready.exact_tokens == len(ready.ids):
@@ -749,63 +797,150 @@ class RagBlend:
             if self.settings.reuse_blended:
                 self.prefix_cache.keep_whole(ready.root, ready.ids, ready.cache)
         for miss in ready.misses:
-            self._learn(miss)
+            self._idle.submit("a missed chunk was not learned", partial(self._learn, miss))
+        blended = ready.exact_tokens < len(ready.ids) and len(token_ids) > 0
+        if blended and self._guard is not None and self._guard.picks():
+            job = partial(self._audit, ready, tuple(token_ids), sampled)
+            if not self._idle.submit("an answer was not audited", job):
+                self._guard.done()
 
-    # -- learning -----------------------------------------------------------------------------------------------
+    # -- calibration --------------------------------------------------------------------------------------------
+
+    @property
+    def default_selector(self) -> Selector:
+        """What chooses tokens if nothing else is said: what calibration found best, before it QuestionAttention()."""
+        return QuestionAttention() if self._samples is None else self._samples.selector
+
+    @property
+    def calibration(self) -> dict[str, Any]:
+        """What calibration found for this model, preamble, policy and namespace; empty before it. Plain types only."""
+        found = self.store.document(_CALIBRATION).get(self._blending)
+        return found if isinstance(found, dict) else {}
+
+    def keep_calibration(self, samples: Samples, summary: Mapping[str, Any]) -> None:
+        """Choose ratios by these samples from now on, and keep them with the store.
+
+        Args:
+            summary: what else is kept, in plain types; for people.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        known = self.store.document(_CALIBRATION)
+        self.store.save_document(_CALIBRATION, {**known, self._blending: {**summary, "samples": samples.as_dict()}})
+        self._samples = samples
+        self._budgets.clear()
+
+    def _calibrated(self) -> Samples | None:
+        samples = self.calibration.get("samples")
+        try:
+            return None if samples is None else Samples.from_dict(samples)
+        except InvalidSettingError as error:
+            _log.warning("what calibration found cannot be used: %s", error)
+            return None
+
+    def _budget(self, bound: MaxKL, selector: Selector) -> Budget:
+        samples = self._samples
+        if samples is None:
+            raise NotCalibratedError(
+                f"nothing says yet what keeps an answer within {bound.nats:g} nats of a full prefill's: run `ragblend "
+                "calibrate` on this store, or give a recompute ratio"
+            )
+        if samples.selector != selector:
+            raise InvalidSettingError(f"the store was calibrated for {samples.selector}, not {selector}: use that one")
+        if bound not in self._budgets:
+            self._budgets[bound] = samples.budget(bound)
+        return self._budgets[bound]
+
+    # -- when there is nothing else to do -----------------------------------------------------------------------
 
     def _learn(self, miss: _Miss) -> None:
-        with self._index_lock:  # nothing is put behind the end mark that `close` puts
-            if self._closed:
-                return
-            try:
-                self._learning.put_nowait(miss)
-            except queue.Full:
-                return
-            if self._learner is None:
-                self._learner = threading.Thread(target=self._learn_all, name="ragblend-learner", daemon=True)
-                self._learner.start()
+        """Store a missed chunk's KV.
 
-    def _learn_all(self) -> None:
-        while (miss := self._learning.get()) is not None:
-            try:
-                while not self._closed and time.perf_counter() - self._last_compute < _IDLE_S:
-                    time.sleep(_IDLE_S)
-                if self._closed and time.perf_counter() > self._learn_until:
-                    continue
-                # Behind the filler, where the policy would have a text of the corpus: what stood beside it in one
-                # prompt may be anybody's.
-                for context in self._contexts(miss.ids)[0]:
-                    key = self._key(miss.ids, context.name)
-                    if key not in self.store:
-                        layers, note = self._chunk_kv(miss.ids, context)
-                        self.store.put(key, layers, note=note.to_bytes())
-                if is_indexable(miss.text):
-                    self._remember([record_for(miss.text)])
-            except RagBlendError as error:
-                _log.warning("a missed chunk was not learned: %s", error)
-            except Exception:
-                _log.exception("a missed chunk was not learned")
-            finally:
-                self._learning.task_done()
-        self._learning.task_done()
+        Behind the filler, where the policy would have a text of the corpus: what stood beside it in one prompt may be
+        anybody's.
+        """
+        for context in self._contexts(miss.ids)[0]:
+            key = self._key(miss.ids, context.name)
+            if key not in self.store:
+                layers, note = self._chunk_kv(miss.ids, context)
+                self.store.put(key, layers, note=note.to_bytes())
+        if is_indexable(miss.text):
+            self._remember([record_for(miss.text)])
+
+    def _audit(self, ready: Ready, answer: Sequence[int], sampled: bool) -> None:
+        """Hold an answer against a full prefill's; see audit.py."""
+        assert self._guard is not None
+        try:
+            room = min(COMPARED_TOKENS, ready.cache.capacity - len(ready.ids))
+            full = self._fully(ready.ids, room)
+            wanted = [step.token_id for step in self.steps(full, DecodeSettings(max_tokens=room))]
+            there, here = self.logits(full, wanted), self.logits(ready, wanted)
+            kl = kl_divergence(there, here)
+            given = list(answer[: len(wanted)])
+            result = Audited(
+                kl=float(kl.mean()),
+                kl_first=float(kl[0]),
+                agreement=float((there.argmax(-1) == here.argmax(-1)).float().mean()),
+                same_answer=None if sampled else given == wanted[: len(given)],
+                ratio=ready.report.ratio,
+                foreign=self._foreign(ready),
+            )
+            self._guard.note(result)
+        finally:
+            self._guard.done()
+
+    def _fully(self, ids: Tensor, max_tokens: int) -> Ready:
+        """A full prefill, block by block, giving way to requests in between."""
+        with self._compute:
+            cache = self.decoder.new_cache(len(ids) + max_tokens)
+        known = 0
+        while True:
+            self._idle.wait_for_idle()
+            stop = min(known + _AUDITED_AT_ONCE, len(ids))
+            with self._compute:
+                done = prefill(self.decoder, cache, full_plan(ids[:stop], known), None, RecomputeNone(), 0.0)
+            if stop == len(ids):
+                return Ready(ids, cache, done.logits, BlendReport(), b"", len(ids), (), 0.0)
+            known = stop
+
+    def _foreign(self, ready: Ready) -> tuple[str, ...]:
+        """Of one chunk that was reused: the keys of its stored KV, if that is not what this model makes of it.
+
+        Checked is what was prefilled behind the head or the filler; what else it was behind is known by a digest only.
+        A chunk that fails is forgotten altogether, to be learned anew.
+        """
+        hits = [use for use in ready.report.chunks if use.status in ("hit", "prefix")]
+        if not hits:
+            return ()
+        use = hits[int(ready.ids.sum()) % len(hits)]
+        ids = tuple(ready.ids[use.start : use.stop].tolist())
+        for context in self._contexts(ids)[0]:
+            reader = self.store.open(self._key(ids, context.name))
+            if reader is None:
+                continue
+            with reader:
+                stored = [reader.read_layer_kv(layer) for layer in range(self.decoder.n_layers)]
+            self._idle.wait_for_idle()
+            if deviation(stored, self._chunk_kv(ids, context)[0]) > FOREIGN:
+                keys = [self._key(ids, name) for name in VARIANTS[self.settings.policy]]
+                return tuple(key for key in keys if self.store.delete(key))
+            return ()
+        return ()
+
+    def audits(self) -> AuditLog:
+        """What audits found so far, and whether the guard has stepped in."""
+        return AuditLog() if self._guard is None else self._guard.log()
 
     def drain(self) -> None:
-        """Wait until every missed chunk so far has been learned."""
-        self._learning.join()
+        """Wait until every missed chunk so far has been learned, and every answer that was picked audited."""
+        self._idle.drain()
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Learn what is waiting (for a few seconds at most), free caches, close the store if this engine opened it."""
-        with self._index_lock:
-            if self._closed:
-                return
-            self._learn_until = time.perf_counter() + _CLOSE_PATIENCE_S
-            self._closed = True
-            learner = self._learner
-        if learner is not None:
-            self._learning.put(None)
-            learner.join()
+        self._idle.close()
         self.prefix_cache.clear()
         if self._owns_store:
             self.store.close()
@@ -823,17 +958,17 @@ class RagBlend:
         return self.prompts.head_ids([Message("user", preamble)] if isinstance(preamble, str) else list(preamble))
 
 
-def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], exact: set[int]) -> Plan:
-    """Sort the tokens of a prompt into known, reused and fresh. exact: starts of hits whose KV is a full prefill's."""
-    hits = [use for use in uses if use.status == "hit"]
-    for use in hits:
+def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[_Choice]) -> Plan:
+    """Sort the tokens of a prompt into known, reused and fresh."""
+    hits = [(use, choice) for use, choice in zip(uses, choices, strict=True) if use.status == "hit"]
+    for use, _ in hits:
         # Payloads are read whole: what is known of a chunk's beginning is read again.
         if use.start < known < use.stop:
             known = use.start
-    reused = torch.zeros(len(ids), dtype=torch.bool)
-    settled = torch.zeros(len(ids), dtype=torch.bool)
-    for use in hits:
+    reused, settled, unlike = (torch.zeros(len(ids), dtype=torch.bool) for _ in range(3))
+    for use, choice in hits:
         reused[use.start : use.stop] = True
-        settled[use.start : use.stop] = use.start in exact
-    chunks = tuple((use.start, use.stop) for use in hits)
-    return Plan(ids, known, reused, settled, chunks, layout.question)
+        settled[use.start : use.stop] = choice.exact
+        unlike[use.start : use.stop] = torch.from_numpy(choice.unlike)
+    chunks = tuple((use.start, use.stop) for use, _ in hits)
+    return Plan(ids, known, reused, settled, chunks, layout.question, unlike)

@@ -2,6 +2,7 @@
 
 RagBlendError
 +-- InvalidSettingError (also ValueError)   a setting outside its range: ratio, temperature, sizes
++-- NotCalibratedError                      a bound on the divergence was asked for, and nothing says what keeps it
 +-- EmptyPromptError (also ValueError)      nothing to answer
 +-- ContextWindowError (also ValueError)    prompt + answer do not fit the model; raised before any compute
 +-- ModelError
@@ -26,6 +27,10 @@ class RagBlendError(Exception):
 
 class InvalidSettingError(RagBlendError, ValueError):
     """A setting is outside the range it can take."""
+
+
+class NotCalibratedError(RagBlendError):
+    """A quality was asked for, and the store has not been calibrated for this model."""
 
 
 class EmptyPromptError(RagBlendError, ValueError):

@@ -39,7 +39,8 @@ class BlendReport:
         recomputed_tokens: of reused_tokens, those that were recomputed in every layer.
         fresh_tokens: tokens computed because nothing was stored for them: glue, question, misses.
         chunks: how each chunk span was served, in prompt order.
-        ratio: the recompute ratio that was asked for (or chosen by "auto").
+        ratio: the recompute ratio that was asked for, or chosen.
+        least_ratio: what the guard of audits has raised it to, at least; 0 where it has not stepped in.
         selector: the selector's name and parameters.
         rows_fraction: token rows computed over all layers, selection included, over those of a full prefill.
         bytes_read: payload bytes read from the store.
@@ -60,6 +61,7 @@ class BlendReport:
     fresh_tokens: int = 0
     chunks: tuple[ChunkUse, ...] = field(default_factory=tuple)
     ratio: float = 0.0
+    least_ratio: float = 0.0
     selector: str = ""
     rows_fraction: float = 1.0
     bytes_read: int = 0

@@ -14,20 +14,23 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ragblend"
 CONNECTORS = ROOT / "connectors"
 
-NOUNS = {"kv", "errors", "report"}
+NOUNS = {"kv", "errors", "report", "quality"}
 ENGINE_ROOMS = {"prompt", "store", "model"}
 # What each room may import besides itself. Applications are all above the engine.
 ALLOWED: dict[str, set[str]] = {
     "kv": set(),
     "errors": set(),
     "report": set(),
+    "quality": {"errors"},
     "prompt": NOUNS,
     "store": NOUNS,
     "model": NOUNS,
     "blend": NOUNS | ENGINE_ROOMS,
-    "engine": NOUNS | ENGINE_ROOMS | {"blend"},
+    "audit": NOUNS,
+    "idle": NOUNS,
+    "engine": NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle"},
 }
-ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "engine"}
+ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "engine"}
 APPLICATIONS: dict[str, set[str]] = {
     "kb": ENGINE,
     "evaluation": ENGINE | {"kb"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -67,7 +67,13 @@ class Bench:
         ids += QUESTION
         tail = [False] * len(QUESTION)
         return Plan(
-            torch.tensor(ids), 0, torch.tensor(reused + tail), torch.tensor(settled + tail), tuple(chunks), question
+            ids=torch.tensor(ids),
+            known=0,
+            reused=torch.tensor(reused + tail),
+            settled=torch.tensor(settled + tail),
+            chunks=tuple(chunks),
+            question=question,
+            unlike=torch.zeros(len(ids), dtype=torch.bool),
         )
 
     def blend(
@@ -151,10 +157,16 @@ def test_first_chunk_behind_its_own_preamble_is_the_stock_prefix(bench: Bench, f
     assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
 
+def ended(plan: Plan, stop: int) -> Plan:
+    """The plan of the first `stop` tokens, the last of which is a chunk's."""
+    parts = {name: getattr(plan, name)[:stop] for name in ("ids", "reused", "settled", "unlike")}
+    return replace(plan, **parts, question=(stop, stop))
+
+
 def test_a_prompt_may_end_in_a_chunk(bench: Bench, family: str) -> None:
     whole = bench.plan((1, 2))
     stop = whole.question[0]
-    plan = Plan(whole.ids[:stop], 0, whole.reused[:stop], whole.settled[:stop], whole.chunks, question=(stop, stop))
+    plan = ended(whole, stop)
     expected = stock_logits(family, plan.ids)[-1]
     for selector in SELECTORS:
         for ratio in (0.0, 0.3, 1.0):
@@ -165,7 +177,7 @@ def test_a_prompt_may_end_in_a_chunk(bench: Bench, family: str) -> None:
     # A settled chunk alone: nothing but its last row is computed, and that is enough.
     stop = len(HEAD) + len(CHUNKS[2])
     whole = bench.plan((2,))
-    plan = Plan(whole.ids[:stop], 0, whole.reused[:stop], whole.settled[:stop], whole.chunks, question=(stop, stop))
+    plan = ended(whole, stop)
     done, _, _ = bench.blend((2,), RecomputeNone(), 0.0, plan)
     assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
@@ -219,7 +231,7 @@ def test_a_recomputed_token_never_sees_a_later_one(bench: Bench, selector: Selec
             (0, 2, 3),
             Fixed(rows),
             0.4,
-            Plan(changed, 0, plan.reused, plan.settled, plan.chunks, plan.question),
+            replace(plan, ids=changed),
         )
         for layer in range(bench.decoder.n_layers):
             for got, want in zip(

@@ -49,6 +49,8 @@ class Plan:
     settled: [tokens] bool; reused positions that stand in the very context they were computed in: never recomputed.
     chunks: (start, stop) of every reused chunk, in order; together they are the reused positions.
     question: (start, stop) of the tokens after the last chunk; may be empty.
+    unlike: [tokens] bool; reused positions whose token repeats something before it here and did not where its KV was
+        computed, or the other way round (see prompt.repeats).
     """
 
     ids: Tensor
@@ -57,6 +59,7 @@ class Plan:
     settled: Tensor
     chunks: tuple[tuple[int, int], ...]
     question: tuple[int, int]
+    unlike: Tensor
 
 
 class Selector(Protocol):
@@ -70,6 +73,13 @@ class Selector(Protocol):
 
     def scores(self, state: Pass, layer: int) -> Tensor:
         """[tokens] fp32; the higher, the more a token matters. Only values at `state.kept` are looked at."""
+
+
+class RatioChooser(Protocol):
+    """Chooses the ratio of a pass when its tokens have been scored, before its first layer."""
+
+    def __call__(self, scores: Tensor, state: Pass) -> float:
+        """The ratio, 0..1. scores: [tokens] fp32, of which only the values at `state.kept` mean something."""
 
 
 @dataclass
@@ -150,52 +160,76 @@ class Prefilled:
 
     logits: [vocab] fp32 of the last position.
     recomputed: [tokens] bool; reused tokens recomputed in every layer.
+    ratio: the share that they were meant to be of the reused tokens that are not settled.
     row_layers: rows x layers computed, selection included.
     select_s: time spent scoring.
     """
 
     logits: Tensor
     recomputed: Tensor
+    ratio: float
     row_layers: int
     select_s: float
 
 
 @torch.inference_mode()
 def prefill(
-    decoder: Decoder, cache: KVCache, plan: Plan, source: LayerSource | None, selector: Selector, ratio: float
+    decoder: Decoder,
+    cache: KVCache,
+    plan: Plan,
+    source: LayerSource | None,
+    selector: Selector,
+    ratio: float | RatioChooser,
 ) -> Prefilled:
     """Fill `cache` with the KV of every position of the plan and give the logits of the last one.
 
     Args:
         cache: capacity >= tokens; positions 0..known-1 filled.
         source: the reused tokens' KV; None when nothing is reused.
-        ratio: share to recompute of the reused tokens that are not settled, 0..1.
+        ratio: share to recompute of the reused tokens that are not settled, 0..1; or what chooses it by their scores.
 
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
-        InvalidSettingError: the selector looks at a layer that the model does not have.
+        InvalidSettingError: the selector looks at a layer that the model does not have, or scores too late for the
+            ratio to be chosen.
     """
     moved = plan.reused & ~plan.settled
     moved_tokens = int(moved.sum())
+    state = Pass(decoder, cache, plan, source, kept=moved)
+    scores: Tensor | None = None
+    select_s = 0.0
+    if callable(ratio):
+        started = time.perf_counter()
+        scores, ratio = _scored_first(state, selector, ratio) if moved_tokens else (None, 0.0)
+        select_s += time.perf_counter() - started
     schedule = selector.schedule(ratio) if moved_tokens else {}
     if max(schedule, default=0) >= decoder.n_layers:
         raise InvalidSettingError(f"{selector} looks at layer {max(schedule)}; the model has {decoder.n_layers}")
-    state = Pass(decoder, cache, plan, source, kept=moved)
-    select_s = 0.0
     for layer in range(decoder.n_layers):
         state.load(layer)
         if layer in schedule:
             started = time.perf_counter()
             budget = round(schedule[layer] * moved_tokens)
             if budget < int(state.kept.sum()):
-                scores = selector.scores(state, layer) if budget else state.kept.float()
+                if scores is None:
+                    scores = selector.scores(state, layer) if budget else state.kept.float()
                 state.narrow(_best(scores, state.kept, budget))
+                scores = None
             select_s += time.perf_counter() - started
         if layer < decoder.n_layers - 1:
             state.run(layer)
         else:
             state.run_last(layer)
-    return Prefilled(decoder.logits(state.hidden)[-1], state.kept, state.row_layers, select_s)
+    return Prefilled(decoder.logits(state.hidden)[-1], state.kept, ratio, state.row_layers, select_s)
+
+
+def _scored_first(state: Pass, selector: Selector, choose: RatioChooser) -> tuple[Tensor, float]:
+    """The scores of the reused tokens, and the ratio chosen by them."""
+    if set(selector.schedule(1.0)) != {0}:
+        raise InvalidSettingError(f"{selector} scores tokens on the way; a ratio is chosen by scores known before it")
+    state.load(0)
+    scores = selector.scores(state, 0)
+    return scores, choose(scores, state)
 
 
 def _best(scores: Tensor, among: Tensor, budget: int) -> Tensor:
@@ -211,4 +245,4 @@ def full_plan(ids: Sequence[int] | Tensor, known: int = 0) -> Plan:
     """A plan that reuses nothing behind `known` exact positions."""
     tokens = torch.as_tensor(ids, dtype=torch.int64)
     nothing = torch.zeros(len(tokens), dtype=torch.bool)
-    return Plan(tokens, known, nothing, nothing, (), (known, len(tokens)))
+    return Plan(tokens, known, nothing, nothing, (), (known, len(tokens)), nothing)

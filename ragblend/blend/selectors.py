@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ragblend.blend.prefill import Pass
+from ragblend.blend.prefill import Pass, Selector
 from ragblend.errors import InvalidSettingError
 from ragblend.model.attention import AttentionProbe
 
@@ -113,7 +113,8 @@ class QuestionAttention:
     question_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.band[0] < self.band[1] <= 1.0 or self.question_tokens < 1:
+        object.__setattr__(self, "band", tuple(self.band))  # JSON has lists only
+        if len(self.band) != 2 or not 0.0 <= self.band[0] < self.band[1] <= 1.0 or self.question_tokens < 1:
             raise InvalidSettingError(f"{self}: band is 0 <= start < stop <= 1 and question_tokens at least 1")
 
     def schedule(self, ratio: float) -> dict[int, float]:
@@ -157,3 +158,30 @@ class QuestionAttention:
         band = range(first, max(first + 1, round(self.band[1] * n_layers)))
         seeing = [i for i in range(first, n_layers) if windows[i] is None or (windows[i] or 0) >= tokens]
         return frozenset([i for i in seeing if i in band] or seeing[:1] or band)
+
+
+_KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (RecomputeAll, RecomputeNone, FirstTokens, HKVD, QuestionAttention)
+}
+
+
+def selector_as_dict(selector: Selector) -> dict[str, Any]:
+    """Plain types only, for JSON: the selector's name and its parameters."""
+    name = type(selector).__name__
+    if _KINDS.get(name) is not type(selector):
+        raise InvalidSettingError(f"{selector!r} cannot be written down: only {', '.join(_KINDS)} can")
+    return {"name": name, **asdict(selector)}  # type: ignore[call-overload]
+
+
+def selector_from_dict(data: Mapping[str, Any]) -> Selector:
+    """What selector_as_dict gave.
+
+    Raises:
+        InvalidSettingError: it is something else.
+    """
+    parameters = dict(data)
+    try:
+        made: Selector = _KINDS[parameters.pop("name")](**parameters)
+    except (KeyError, TypeError) as error:
+        raise InvalidSettingError(f"{dict(data)} is no selector: calibrate again") from error
+    return made

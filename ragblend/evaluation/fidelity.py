@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragblend.blend.divergence import kl_divergence
 from ragblend.blend.variants import Policy, neighbours_of
 from ragblend.engine import RagBlend, Ready
 from ragblend.errors import InvalidSettingError
@@ -30,14 +31,13 @@ from ragblend.evaluation.metrics import (
     bootstrap_interval,
     estimate,
     exact_match,
-    kl_divergence,
     rouge_l,
     token_f1,
 )
 from ragblend.evaluation.strategies import Question, engines, parsed, read_questions
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
 from ragblend.model.decoder import Decoder
-from ragblend.model.generate import DecodeSettings, decode
+from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import load_model
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import KVStore
@@ -243,7 +243,7 @@ class _Bench:
             if entry.ratio == 0.0 and policy not in seen:
                 seen.add(policy)
                 self._note_deviations(self._deviations[policy], reference.ready, ready)
-            logits = _teacher_forced(engine.decoder, ready, reference.ids)
+            logits = engine.logits(ready, reference.ids)
             kl = kl_divergence(reference.logits, logits)
             answer = self._answer(engine, ready)[0]
             values = {
@@ -272,18 +272,10 @@ class _Bench:
         ready = engine.prefill(prompt, ratio=1.0, max_tokens=self._room)
         answer, ids = self._answer(engine, ready)
         ids = ids[: self._answer_tokens]
-        return _Reference(ready, ids, _teacher_forced(engine.decoder, ready, ids), answer)
+        return _Reference(ready, ids, engine.logits(ready, ids), answer)
 
     def _answer(self, engine: RagBlend, ready: Ready) -> tuple[str, list[int]]:
-        steps = decode(
-            engine.decoder,
-            ready.cache,
-            ready.logits,
-            ready.ids,
-            DecodeSettings(max_tokens=max(self._answer_tokens, ANSWER_TOKENS)),
-            sorted(engine.prompts.stop_ids),
-            engine.prompts.decode,
-        )
+        steps = engine.steps(ready, DecodeSettings(max_tokens=max(self._answer_tokens, ANSWER_TOKENS)))
         pieces = [(step.text, step.token_id) for step in steps]
         return "".join(text for text, _ in pieces), [token for _, token in pieces]
 
@@ -329,23 +321,6 @@ class _Bench:
         }
         slots = {policy: _ragged_mean([s.tolist() for s in d.slot]) for policy, d in self._deviations.items()}
         return {"strategies": table, "deviation_by_layer": layers, "deviation_by_slot": slots}
-
-
-@torch.inference_mode()
-def _teacher_forced(decoder: Decoder, ready: Ready, answer: Sequence[int]) -> Tensor:
-    """[answer tokens, vocab] fp32: the logits for each of the answer's tokens, given the prompt and those before it.
-
-    The rows behind the prompt are overwritten in the cache, as decoding does.
-    """
-    logits = [ready.logits[None]]
-    if len(answer) > 1:
-        start = len(ready.ids)
-        rows = decoder.run(start, start + len(answer) - 1)
-        hidden = decoder.embed(torch.tensor(answer[:-1]))
-        for layer in range(decoder.n_layers):
-            hidden = decoder.layer(layer, hidden, rows, ready.cache)
-        logits.append(decoder.logits(hidden))
-    return torch.cat(logits).float().cpu()
 
 
 def _ragged_mean(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ragblend.errors import InvalidSettingError, MissingDependencyError
 
@@ -27,33 +26,6 @@ _STATISTICS: dict[str, Callable[[np.ndarray], float]] = {
 }
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WORDS = re.compile(r"[^\W_]+")
-
-
-def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """KL(reference || other) of the next-token distributions, position by position.
-
-    Args:
-        reference: [tokens, vocab] logits, fp32.
-        other: [tokens, vocab] logits, fp32.
-
-    Returns:
-        [tokens] fp32, in nats: 0 where both rows are the same, inf where `other` rules out what `reference` allows,
-        NaN where a row holds NaN.
-
-    Raises:
-        InvalidSettingError: the two are not matrices of the same shape.
-    """
-    if reference.ndim != 2 or reference.shape != other.shape:
-        raise InvalidSettingError(
-            f"logits of two runs over the same tokens are needed, [tokens, vocab] each: got {tuple(reference.shape)} "
-            f"and {tuple(other.shape)}"
-        )
-    # In fp64: over a large vocabulary, fp32 sums are off by about the KL of two runs that differ by rounding only.
-    log_p = reference.double().log_softmax(-1)
-    log_q = other.double().log_softmax(-1)
-    p = log_p.exp()
-    terms = (p * (log_p - log_q)).masked_fill(p == 0, 0.0)  # a token that both rule out is inf - inf
-    return terms.sum(-1).clamp(min=0.0).float()
 
 
 def normalise(text: str) -> str:

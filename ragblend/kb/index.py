@@ -212,6 +212,12 @@ class DocumentIndex:
         with self._typed_errors("read"):
             return [_chunk(row) for row in self._db.execute(query, (_digest(text),))]
 
+    def sample(self, count: int) -> list[str]:
+        """Different texts of so many chunks, if there are; the same ones while the corpus is the same."""
+        with self._typed_errors("read"):
+            rows = self._db.execute("SELECT text FROM chunks GROUP BY digest ORDER BY digest LIMIT ?", (count,))
+            return [text for (text,) in rows]
+
     def refers_to(self, key: str) -> bool:
         """Whether a chunk has its KV under this key."""
         with self._typed_errors("read"):

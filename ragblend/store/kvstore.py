@@ -4,6 +4,7 @@
     <directory>/ragblend.lock      held shared while a payload file is on its way into the index
     <directory>/kv/                cache.db (SQLite) and one <random>.safetensors a chunk
     <directory>/texts/             cache.db only: small opaque records about chunk texts
+    <directory>/<name>.json        small documents, such as what calibration found
 
 diskcache is used for its index, its transactions and its LRU order. Two things are done differently from its defaults:
 
@@ -30,7 +31,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -602,6 +603,32 @@ class KVStore:
 
     # ---- life
 
+    def document(self, name: str) -> dict[str, Any]:
+        """What save_document kept under this name; empty if nothing, or if it cannot be read."""
+        path = self._document_path(name)
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _log.warning("%s cannot be read and is left out: %s", path, error)
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def save_document(self, name: str, content: Mapping[str, Any]) -> None:
+        """Keep a small JSON object beside the payloads; it replaces the one of that name, whole or not at all.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        with self._typed_errors("write"):
+            _replace(self._document_path(name), json.dumps(content) + "\n")
+
+    def _document_path(self, name: str) -> Path:
+        if not name.isidentifier():
+            raise StoreError(f"a document's name is letters, digits and underscores, not {name!r}")
+        return self.directory / f"{name}.json"
+
     def close(self) -> None:
         """Close the index. Open readers stay usable. Closing twice is fine."""
         if not self._closed:
@@ -842,11 +869,16 @@ def _claim(directory: Path, create: bool) -> _Marker:
 
 
 def _write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
-    temporary = directory / f".{_MARKER}.{os.getpid()}.{threading.get_ident()}"
+    note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
+    _replace(directory / _MARKER, json.dumps(note) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
-        temporary.write_text(json.dumps(note) + "\n")
-        os.replace(temporary, directory / _MARKER)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

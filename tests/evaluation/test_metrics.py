@@ -11,6 +11,7 @@ import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 
+from ragblend.blend.divergence import kl_divergence
 from ragblend.errors import InvalidSettingError, MissingDependencyError
 from ragblend.evaluation.metrics import (
     Interval,
@@ -18,7 +19,6 @@ from ragblend.evaluation.metrics import (
     bootstrap_interval,
     estimate,
     exact_match,
-    kl_divergence,
     normalise,
     paired_ratio_interval,
     rouge_l,

@@ -1,0 +1,204 @@
+"""The error budget: how much has to be recomputed for this request, so that the answer stays as close as was asked.
+
+A fixed ratio gives easy requests too much and hard ones too little. What decides is known once the reused tokens are
+scored, before the first layer runs: how much of the question's attention would rest on tokens that are left as they
+are, how much of that on tokens whose role has changed, how many tokens have moved at all (`signals`). Requests of the
+user's own corpus, answered both ways at several ratios (`Samples`), say what divergence follows from that.
+
+A `Budget` then takes the smallest ratio whose predicted divergence, with a margin, is within the bound, and all of them
+where none is: a full prefill. The margin is not a guess. It is the smallest with which, over the sampled requests, the
+bound is broken so seldom that it holds for new ones with the probability asked for: conformal risk control
+(Angelopoulos et al., arXiv 2208.02814, section 2), each request predicted by a fit that has not seen it. The promise is
+for requests like the sampled ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ragblend.blend.prefill import Pass, Selector
+from ragblend.blend.selectors import selector_as_dict, selector_from_dict
+from ragblend.errors import InvalidSettingError
+from ragblend.quality import MaxKL
+
+Floats = npt.NDArray[np.float64]
+
+RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
+"""The ratios that are sampled and chosen from; 1 comes on top and needs no sample."""
+
+_SIGNALS = 4
+_RIDGE = 1.0
+_FLOOR = 1e-5  # nats: below, divergence is rounding
+_TRACE = 1e-4  # attention: less is as good as none
+
+
+def signals(scores: Tensor, state: Pass, ratios: Sequence[float]) -> Floats:
+    """[ratios, signals]: what the divergence at each ratio is predicted from.
+
+    Logarithms, as the divergence's will be: of the attention that tokens which are left as they are get from the
+    question; of the part of it that falls on tokens whose role as repetitions has changed; of how many they are, and in
+    how many chunks.
+
+    Args:
+        scores: [tokens] fp32. What is negative counts as 0.
+    """
+    weight = scores.cpu()[state.kept].clamp(min=0).double().numpy()
+    unlike = state.plan.unlike[state.kept].numpy()
+    order = np.argsort(-weight, kind="stable")
+    left, left_unlike = (_sums_from(values[order]) for values in (weight, weight * unlike))
+    taken = np.rint(np.asarray(ratios) * len(weight)).astype(int)
+    chunks = np.full(len(taken), float(len(state.plan.chunks)))
+    columns = [left[taken] + _TRACE, left_unlike[taken] + _TRACE, len(weight) - taken + 1.0, chunks + 1.0]
+    found: Floats = np.log(np.stack(columns, 1))
+    return found
+
+
+def _sums_from(values: Floats) -> Floats:
+    """[n + 1]: the sum of the values from each place on."""
+    sums: Floats = np.append(values[::-1].cumsum()[::-1], 0.0)
+    return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Requests answered both ways, at several ratios.
+
+    selector: what scored their tokens.
+    ratios: [ratios], ascending, without 1.
+    signals: [requests, ratios, signals].
+    kl: [requests, ratios] nats, means over an answer's first tokens.
+    """
+
+    selector: Selector
+    ratios: tuple[float, ...]
+    signals: Floats
+    kl: Floats
+
+    def __len__(self) -> int:
+        return len(self.kl)
+
+    def budget(self, bound: MaxKL) -> Budget:
+        """What chooses a ratio for requests like these.
+
+        Raises:
+            InvalidSettingError: so few requests can't promise that, whatever the margin.
+        """
+        needed = math.ceil(1 / bound.risk) - 1
+        if len(self) < needed:
+            raise InvalidSettingError(
+                f"to promise at most {bound.nats:g} nats for {1 - bound.risk:.0%} of the requests takes {needed} "
+                f"sampled ones at least, and there are {len(self)}: calibrate with more questions"
+            )
+        margin = _margin(self._predicted, self.kl, bound)
+        return Budget(bound, self.ratios, _fit(self.signals, self.kl), margin)
+
+    def chosen(self, bound: MaxKL) -> tuple[Floats, Floats]:
+        """[requests]: the ratio that each sampled request would be given by a fit that has not seen it, and its KL."""
+        at = _first_within(self._predicted, _margin(self._predicted, self.kl, bound), bound)
+        ratios, kl = np.append(self.ratios, 1.0), np.column_stack([self.kl, np.zeros(len(self))])
+        return ratios[at], np.take_along_axis(kl, at[:, None], 1)[:, 0]
+
+    def fixed(self, bound: MaxKL) -> float:
+        """The smallest sampled ratio that would keep the bound as often, given to every request alike; else 1."""
+        broken = (self.kl > bound.nats).mean(0)
+        return next((r for r, share in zip(self.ratios, broken, strict=True) if share <= bound.risk), 1.0)
+
+    @cached_property
+    def _predicted(self) -> Floats:
+        """[requests, ratios] log nats, each request by a fit of the others."""
+        rows = range(len(self))
+        fits = [_fit(np.delete(self.signals, n, 0), np.delete(self.kl, n, 0)) for n in rows]
+        return np.stack([_predict(self.signals[n], fits[n]) for n in rows])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return {
+            "selector": selector_as_dict(self.selector),
+            "ratios": list(self.ratios),
+            "signals": self.signals.tolist(),
+            "kl": self.kl.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What as_dict gave.
+
+        Raises:
+            InvalidSettingError: it is something else.
+        """
+        try:
+            made = cls(
+                selector_from_dict(data["selector"]),
+                tuple(map(float, data["ratios"])),
+                np.array(data["signals"], dtype=np.float64),
+                np.array(data["kl"], dtype=np.float64),
+            )
+            fits = made.signals.shape == (*made.kl.shape, _SIGNALS) and made.kl.shape[1:] == (len(made.ratios),)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidSettingError(f"these are no samples ({error!r}): calibrate again") from error
+        if not (fits and len(made) and np.isfinite(made.signals).all() and np.isfinite(made.kl).all()):
+            raise InvalidSettingError("these samples are damaged or another version's: calibrate again")
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Chooses a request's ratio, see the top of this file.
+
+    weights: [1 + signals] of the logarithm of the divergence.
+    margin: added to what they predict, in log nats.
+    """
+
+    bound: MaxKL
+    ratios: tuple[float, ...]
+    weights: Floats
+    margin: float
+
+    def __call__(self, scores: Tensor, state: Pass) -> float:
+        predicted = _predict(signals(scores, state, self.ratios), self.weights)
+        (at,) = _first_within(predicted[None], self.margin, self.bound)
+        return float((*self.ratios, 1.0)[at])
+
+
+def _fit(signals: Floats, kl: Floats) -> Floats:
+    """[1 + signals] weights of a ridge regression of log KL. Signals are all logarithms: one penalty suits them."""
+    rows = signals.reshape(-1, signals.shape[-1])
+    target = np.log(np.maximum(kl, _FLOOR)).reshape(-1)
+    means = rows.mean(0)
+    centred = rows - means
+    slopes = np.linalg.solve(centred.T @ centred + _RIDGE * np.eye(len(means)), centred.T @ (target - target.mean()))
+    return np.append(target.mean() - means @ slopes, slopes)
+
+
+def _predict(signals: Floats, weights: Floats) -> Floats:
+    predicted: Floats = weights[0] + signals @ weights[1:]
+    return predicted
+
+
+def _first_within(predicted: Floats, margin: float, bound: MaxKL) -> npt.NDArray[np.intp]:
+    """[requests]: number of the first ratio predicted to keep the bound; of the full prefill, if there is none."""
+    within = math.log(bound.nats) - predicted >= margin
+    always = np.ones((len(predicted), 1), dtype=np.bool_)
+    first: npt.NDArray[np.intp] = np.concatenate([within, always], 1).argmax(1)
+    return first
+
+
+def _margin(predicted: Floats, kl: Floats, bound: MaxKL) -> float:
+    """Conformal risk control: the smallest margin from which on (broken + 1) / (requests + 1) is within the risk."""
+    margins = np.unique(math.log(bound.nats) - predicted)  # between two of them nobody's ratio changes
+    kl = np.column_stack([kl, np.zeros(len(kl))])
+    margin = math.inf
+    for tried in [math.inf, *margins[::-1], -math.inf]:
+        broken = np.take_along_axis(kl, _first_within(predicted, tried, bound)[:, None], 1) > bound.nats
+        if (broken.sum() + 1) / (len(kl) + 1) > bound.risk:
+            break
+        margin = tried
+    return float(margin)

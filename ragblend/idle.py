@@ -1,0 +1,85 @@
+"""Work that can wait: done by one thread, when nothing has been computed for a moment."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from ragblend.errors import RagBlendError
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # how long closing waits for what is waiting
+_IDLE_S = 0.05  # how long nothing may have been computed before work takes a turn
+
+Job = Callable[[], None]
+
+
+class IdleWorker:
+    """Does jobs one after another, off the critical path. What fails is logged, and nobody is told.
+
+    Args:
+        last_busy: time.perf_counter() when something was computed last.
+        room: jobs that may wait; more are refused.
+    """
+
+    def __init__(self, last_busy: Callable[[], float], room: int) -> None:
+        self._last_busy = last_busy
+        self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue(room)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._until = 0.0
+
+    def submit(self, name: str, job: Job) -> bool:
+        """Whether it was taken. name: what did not work, if it does not."""
+        with self._lock:  # nothing is put behind the end mark that `close` puts
+            if self._closed:
+                return False
+            try:
+                self._jobs.put_nowait((name, job))
+            except queue.Full:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ragblend-idle", daemon=True)
+                self._thread.start()
+            return True
+
+    def wait_for_idle(self) -> None:
+        """Come back when nothing has been computed for a moment, or the worker is being closed."""
+        while not self._closed and time.perf_counter() - self._last_busy() < _IDLE_S:
+            time.sleep(_IDLE_S)
+
+    def drain(self) -> None:
+        """Wait until every job so far is done."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Do what is waiting, for a few seconds at most. Closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._until = time.perf_counter() + _PATIENCE_S
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            name, job = entry
+            try:
+                self.wait_for_idle()
+                if not self._closed or time.perf_counter() < self._until:
+                    job()
+            except RagBlendError as error:
+                _log.warning("%s: %s", name, error)
+            except Exception:
+                _log.exception("%s", name)
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
