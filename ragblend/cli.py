@@ -414,6 +414,50 @@ def fidelity(
 
 
 @bench.command()
+def budget(
+    data: Data,
+    chunks: BenchChunks = 6,
+    chunk_tokens: BenchChunkTokens = 300,
+    limit: Annotated[int, typer.Option(help="Questions; every other one calibrates, the rest is asked.")] = 100,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", metavar="NATS", help="One bound instead of the three qualities.", show_default=False),
+    ] = None,
+    dtype: Dtype = "auto",
+    store: BenchStore = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether bounds on the divergence are kept by questions that calibration has not seen, and at what ratio.
+
+    Examples:
+
+    - ragblend bench budget --data questions.jsonl
+    - ragblend bench budget --data questions.jsonl --max-kl 0.02 --json
+    """
+    with _reporting(as_json) as say:
+        _is_there(data)
+        _at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, limit=limit)
+        bounds = QUALITIES if max_kl is None else {"max_kl": MaxKL(max_kl).nats}
+        from ragblend.evaluation.budget import run
+        from ragblend.model.sources import DEFAULT_MODEL
+
+        with _bar("measuring") as bar:
+            result = run(
+                model=model or DEFAULT_MODEL,
+                data=data,
+                chunks=chunks,
+                chunk_tokens=chunk_tokens,
+                limit=limit,
+                bounds=bounds,
+                dtype=dtype,
+                store=store,
+                progress=_counting(bar),
+            )
+        say(result, None if as_json else _bounds_table(result))
+
+
+@bench.command()
 def leaks(
     limit: Annotated[int, typer.Option(help="Questions to ask.")] = 100,
     ratios: Ratios = "0,0.15",
@@ -704,6 +748,27 @@ def _table(result: dict[str, Any]) -> object:
         table.add_column(column, justify="right")
     for strategy, numbers in strategies.items():
         table.add_row(strategy, *(_cell(numbers.get(column)) for column in columns))
+    return table
+
+
+def _bounds_table(result: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    title = f"{result['questions']} questions, calibrated on {result['calibrated_on']} others"
+    table = Table(title=title, title_justify="left")
+    for column in ("quality", "max kl", "within", "mean ratio", "full prefills", "ttft", "fixed ratio", "within by it"):
+        table.add_column(column, justify="left" if column == "quality" else "right")
+    for name, level in result["levels"].items():
+        table.add_row(
+            name,
+            f"{level['max_kl']:g}",
+            "{:.0%} [{:.0%}, {:.0%}]".format(level["within"], *level["within_ci"]),
+            "{:.2f} [{:.2f}, {:.2f}]".format(level["ratio"], *level["ratio_ci"]),
+            f"{level['full']:.0%}",
+            f"{level['ttft_s']:.2f} s",
+            f"{level['fixed_ratio']:g}",
+            f"{level['fixed_within']:.0%}",
+        )
     return table
 
 

@@ -812,6 +812,11 @@ class RagBlend:
         return QuestionAttention() if self._samples is None else self._samples.selector
 
     @property
+    def samples(self) -> Samples | None:
+        """What ratios are chosen by; None before calibration."""
+        return self._samples
+
+    @property
     def calibration(self) -> dict[str, Any]:
         """What calibration found for this model, preamble, policy and namespace; empty before it. Plain types only."""
         found = self.store.document(_CALIBRATION).get(self._blending)

@@ -20,7 +20,7 @@ from ragblend.blend.budget import RATIOS, Floats, Samples, signals
 from ragblend.blend.divergence import kl_divergence
 from ragblend.blend.prefill import Pass, Selector
 from ragblend.blend.selectors import FirstTokens, QuestionAttention, selector_as_dict
-from ragblend.engine import RagBlend
+from ragblend.engine import RagBlend, Ratio
 from ragblend.errors import IngestError, InvalidSettingError
 from ragblend.evaluation.metrics import bootstrap_interval, paired_ratio_interval
 from ragblend.kb.knowledge import DEFAULT_TOP_K
@@ -28,6 +28,7 @@ from ragblend.model.generate import DecodeSettings
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.layout import Prompt
 from ragblend.quality import QUALITIES, RISK, MaxKL
+from ragblend.report import BlendReport
 
 if TYPE_CHECKING:
     pass
@@ -54,7 +55,7 @@ _ANSWER_TOKENS = 16
 _SPARE = 0.9  # share of the time that is spent asking
 
 
-class _Reference(NamedTuple):
+class Reference(NamedTuple):
     """A full prefill's greedy answer. logits: [tokens, vocab] at each of its tokens."""
 
     prompt: Prompt
@@ -119,7 +120,7 @@ def calibrate(
 
     compared = _Comparison(engine, candidates)
     for prompt in prompts[:compared_on]:
-        compared.ask(_reference(engine, prompt))
+        compared.ask(reference_of(engine, prompt))
         step()
     selector = compared.best() if compared_on else candidates[0]
     seen: list[Floats] = []
@@ -127,11 +128,12 @@ def calibrate(
     for prompt in prompts:
         if len(kl) >= NEEDED and time.perf_counter() > deadline:
             break
-        reference = _reference(engine, prompt)
-        row = [_divergence(engine, reference, selector, ratio) for ratio in RATIOS]
-        if (found := row[0].signals) is not None:  # else nothing has moved: it is a full prefill's already
+        reference = reference_of(engine, prompt)
+        probes = [_Probe(ratio) for ratio in RATIOS]
+        row = [divergence(engine, reference, probe, selector).kl for probe in probes]
+        if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
             seen.append(found)
-            kl.append([each.kl for each in row])
+            kl.append(row)
         step()
     if not kl:
         raise IngestError("none of the chunks in these prompts is stored: ingest them first")
@@ -238,23 +240,28 @@ def _too_few(count: int) -> InvalidSettingError:
     )
 
 
-class _Measured(NamedTuple):
+class Measured(NamedTuple):
+    """One way of answering held against the reference. kl: nats. seconds: of the prefill."""
+
     kl: float
-    select_s: float
-    signals: Floats | None
+    seconds: float
+    report: BlendReport
 
 
-def _reference(engine: RagBlend, prompt: Prompt) -> _Reference:
+def reference_of(engine: RagBlend, prompt: Prompt) -> Reference:
+    """What a full prefill answers."""
     ready = engine.prefill(prompt, ratio=1.0, max_tokens=_ANSWER_TOKENS + 1)
     ids = [step.token_id for step in engine.steps(ready, DecodeSettings(max_tokens=_ANSWER_TOKENS))]
-    return _Reference(prompt, ids, engine.logits(ready, ids))
+    return Reference(prompt, ids, engine.logits(ready, ids))
 
 
-def _divergence(engine: RagBlend, reference: _Reference, selector: Selector, ratio: float) -> _Measured:
-    probe = _Probe(ratio)
-    ready = engine.prefill(reference.prompt, ratio=probe, selector=selector, max_tokens=_ANSWER_TOKENS + 1)
+def divergence(engine: RagBlend, reference: Reference, ratio: Ratio, selector: Selector | None = None) -> Measured:
+    """How far a blend is from the reference."""
+    started = time.perf_counter()
+    ready = engine.prefill(reference.prompt, ratio=ratio, selector=selector, max_tokens=_ANSWER_TOKENS + 1)
+    seconds = time.perf_counter() - started
     kl = kl_divergence(reference.logits, engine.logits(ready, reference.ids))
-    return _Measured(float(kl.mean()), ready.report.select_s, probe.seen)
+    return Measured(float(kl.mean()), seconds, ready.report)
 
 
 class _Comparison:
@@ -265,12 +272,12 @@ class _Comparison:
         self._kl: list[list[float]] = [[] for _ in candidates]
         self._select_s: list[list[float]] = [[] for _ in candidates]
 
-    def ask(self, reference: _Reference) -> None:
+    def ask(self, reference: Reference) -> None:
         for n, selector in enumerate(self._candidates):
             for ratio in _COMPARED_AT:
-                measured = _divergence(self._engine, reference, selector, ratio)
+                measured = divergence(self._engine, reference, ratio, selector)
                 self._kl[n].append(measured.kl)
-                self._select_s[n].append(measured.select_s)
+                self._select_s[n].append(measured.report.select_s)
 
     def best(self) -> Selector:
         closest = min(range(len(self._candidates)), key=lambda n: float(np.mean(self._logs(n))))

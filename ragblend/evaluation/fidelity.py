@@ -152,7 +152,7 @@ def run(
         made = stack.enter_context(
             engines(decoder, tokenizer, kv, names, namespace="strangers" if strangers else "questions")
         )
-        corpus = _Corpus(everything, embedding_model, strangers)
+        corpus = Corpus(everything, embedding_model, strangers)
         bench = _Bench(made, compared, answer_tokens)
         bench.warm_up(questions[0])
         for done, question in enumerate(questions):
@@ -179,10 +179,10 @@ def run(
         }
 
 
-class _Corpus:
+class Corpus:
     """The chunks of all questions, and each one's neighbours."""
 
-    def __init__(self, questions: Sequence[Question], embedding_model: str, strangers: bool) -> None:
+    def __init__(self, questions: Sequence[Question], embedding_model: str, strangers: bool = False) -> None:
         groups = {chunk: n for n, question in enumerate(questions) for chunk in question.chunks}
         texts = list(groups)
         vectors = Embedder(embedding_model).embed(texts)
@@ -223,7 +223,7 @@ class _Bench:
         for engine in self._engines.values():
             engine.answer(question.prompt(range(len(question.chunks))), ratio=1.0, max_tokens=2)
 
-    def ingest(self, question: Question, corpus: _Corpus) -> None:
+    def ingest(self, question: Question, corpus: Corpus) -> None:
         neighbours = [corpus.neighbours(chunk) for chunk in question.chunks]
         for policy, engine in {e.settings.policy: e for name, e in self._engines.items() if name != "full"}.items():
             before = [[chunk] for chunk in ("", *question.chunks[:-1])]

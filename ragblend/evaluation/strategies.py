@@ -142,7 +142,7 @@ def engines(
                 preamble=HEAD,
                 policy=policy,
                 namespace=namespace,
-                selector=selector,
+                selector=None if name == "blend" else selector,
                 prefix_cache_bytes=0 if name == "full" or policy == "none" else EngineSettings.prefix_cache_bytes,
                 reuse_blended=False,
                 learn=False,

@@ -1,0 +1,200 @@
+"""Calibration: of an engine, of a knowledge base, and what is then chosen by it. Tiny model, real stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli
+
+from ragblend import MaxKL, RagBlend
+from ragblend.kb import KnowledgeBase
+from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
+from ragblend.engine import EngineSettings
+from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError
+from ragblend.evaluation import budget
+from ragblend.evaluation.calibrate import NEEDED, calibrate
+from ragblend.evaluation.cases import two_hop, write_cases
+from ragblend.model.sources import load_model
+from ragblend.store.kvstore import KVStore
+
+CASES = two_hop(NEEDED + 7, chunks=3)  # a few have nothing to blend: both chunks stand where they were prefilled
+PROMPTS = ["\n\n".join([*case.chunks, case.question]) for case in CASES]
+CHOICE = (FirstTokens(), QuestionAttention((0.3, 0.7)))
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> Any:
+    return load_model(str(tiny_model), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def calibrated(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A store with the cases' chunks, calibrated."""
+    folder = tmp_path_factory.mktemp("calibrated") / "kv"
+    with RagBlend(*loaded, folder) as engine:
+        engine.ingest([chunk for case in CASES for chunk in case.chunks])
+        steps: list[tuple[int, int]] = []
+        found = calibrate(engine, PROMPTS, candidates=CHOICE, progress=lambda done, of: steps.append((done, of)))
+        assert steps == sorted(steps)
+        assert steps[-1][0] == steps[-1][1]
+    return folder, found
+
+
+def test_what_is_found_is_kept_with_the_store(loaded: Any, calibrated: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = calibrated
+    assert found["questions"] == len(PROMPTS)
+    assert [row["selector"]["name"] for row in found["compared"]] == ["FirstTokens", "QuestionAttention"]
+    for level in found["levels"].values():
+        assert 0.0 <= level["ratio_ci"][0] <= level["ratio"] <= level["ratio_ci"][1] <= 1.0
+        assert level["within"] >= 0.95
+    with RagBlend(*loaded, folder) as engine:
+        kept = engine.calibration
+        assert {name: kept[name] for name in found} == json.loads(json.dumps(found))
+        assert engine.samples is not None
+        assert engine.default_selector == engine.samples.selector
+        assert engine.default_selector in CHOICE
+
+
+def test_ratios_are_chosen_by_it(loaded: Any, calibrated: tuple[Path, dict[str, Any]]) -> None:
+    with RagBlend(*loaded, calibrated[0]) as engine:
+        assert engine.samples is not None
+        middle = float(sorted(engine.samples.kl[:, 3])[len(PROMPTS) // 2])
+        ratios = [engine.answer(prompt, ratio=MaxKL(middle), max_tokens=1).report.ratio for prompt in PROMPTS]
+        assert set(ratios) <= {*engine.samples.ratios, 1.0}
+        assert engine.answer(PROMPTS[0], ratio=MaxKL(1e-12), max_tokens=1).report.ratio == 1.0
+        assert engine.answer(PROMPTS[0], ratio=MaxKL(1e6), max_tokens=1).report.ratio == 0.0
+        strict, fast = (engine.answer(PROMPTS[1], ratio=q, max_tokens=1).report.ratio for q in ("strict", "fast"))
+        assert strict >= fast
+        balanced = engine.answer(PROMPTS[1], ratio="balanced", max_tokens=1).report.ratio
+        assert engine.answer(PROMPTS[1], ratio="auto", max_tokens=1).report.ratio >= balanced
+
+
+def test_full_prefill_is_what_a_bound_beyond_reach_falls_back_to(
+    loaded: Any, calibrated: tuple[Path, dict[str, Any]]
+) -> None:
+    with RagBlend(*loaded, calibrated[0], EngineSettings(prefix_cache_bytes=0)) as engine:
+        full = engine.answer(PROMPTS[2], ratio=1.0, max_tokens=8)
+        bound = engine.answer(PROMPTS[2], ratio=MaxKL(1e-12), max_tokens=8)
+        assert bound.token_ids == full.token_ids
+        assert bound.report.recomputed_tokens > 0
+
+
+def test_a_bound_needs_calibration_and_its_selector(
+    loaded: Any, calibrated: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    with RagBlend(*loaded, tmp_path / "kv") as engine:
+        engine.ingest(CASES[0].chunks)
+        for ratio in (MaxKL(0.1), "balanced"):
+            with pytest.raises(NotCalibratedError, match="ragblend calibrate"):
+                engine.answer(PROMPTS[0], ratio=ratio)
+        assert engine.answer(PROMPTS[0], ratio="auto", max_tokens=1).report.ratio >= 0.15
+    with RagBlend(*loaded, calibrated[0]) as engine:
+        with pytest.raises(InvalidSettingError, match="calibrated for"):
+            engine.answer(PROMPTS[0], ratio=MaxKL(0.1), selector=HKVD())
+        assert engine.answer(PROMPTS[0], ratio="auto", selector=HKVD(), max_tokens=1).report.ratio >= 0.15
+
+
+def test_another_way_of_prefilling_is_not_calibrated(loaded: Any, calibrated: tuple[Path, dict[str, Any]]) -> None:
+    for settings in ({"policy": "system"}, {"preamble": "Be brief."}, {"namespace": "other"}):
+        with RagBlend(*loaded, calibrated[0], EngineSettings(**settings)) as engine:
+            assert engine.samples is None
+            assert engine.calibration == {}
+
+
+def test_damage_to_what_is_kept_costs_the_calibration_only(loaded: Any, tmp_path: Path) -> None:
+    with RagBlend(*loaded, tmp_path / "kv") as engine:
+        engine.ingest(CASES[0].chunks)
+        identity = engine._blending
+    for damage in ("{", "[]", json.dumps({identity: 3}), json.dumps({identity: {"samples": {"kl": 1}}})):
+        (tmp_path / "kv" / "calibration.json").write_text(damage)
+        with RagBlend(*loaded, tmp_path / "kv") as engine:
+            assert engine.answer(PROMPTS[0], max_tokens=1).report.hits == 3
+            with pytest.raises(NotCalibratedError):
+                engine.answer(PROMPTS[0], ratio="fast")
+
+
+def test_what_cannot_be_calibrated_says_why(loaded: Any, tmp_path: Path) -> None:
+    with RagBlend(*loaded, tmp_path / "kv") as engine:
+        with pytest.raises(InvalidSettingError, match="too few"):
+            calibrate(engine, PROMPTS[:5])
+        with pytest.raises(IngestError, match="ingest them first"):
+            calibrate(engine, PROMPTS, candidates=CHOICE[:1])
+        with pytest.raises(InvalidSettingError, match="on the way"):
+            engine.ingest(CASES[0].chunks)
+            calibrate(engine, [PROMPTS[0]] * NEEDED, candidates=[HKVD()])
+        assert engine.samples is None
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_the_command_line_calibrates_documents(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("calibrate", "--json")
+    assert refused.code == 1
+    assert "no store" in refused.json["error"]["message"]
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for n, case in enumerate(CASES):
+        (folder / f"{n}.txt").write_text("\n\n".join(case.chunks))
+    assert cli("ingest", folder).code == 0
+    few = tmp_path / "few.txt"
+    few.write_text("Who?\nWhat?\n")
+    assert "too few" in cli("calibrate", "--questions", few).err
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text("\n".join(json.dumps({"question": case.question}) for case in CASES))
+    before = cli("query", "Who?", "--quality", "fast", "--json")
+    assert before.json["error"]["type"] == "NotCalibratedError"
+    found = cli("calibrate", "--questions", asked, "--top-k", "2", "--json").json
+    assert NEEDED <= found["questions"] <= len(CASES)
+    assert found["source"] == "given"
+    report = cli("query", CASES[0].question, "--max-kl", "1e9", "--json").json["report"]
+    assert report["ratio"] == 0.0
+    assert cli("query", CASES[0].question, "--quality", "strict", "--json").code == 0
+    assert "give one of them" in cli("query", "Who?", "--quality", "strict", "--ratio", "0.2").err
+    assert "strict, balanced, fast" in cli("query", "Who?", "--quality", "best").err
+    assert "above 0" in cli("query", "Who?", "--max-kl", "-1").err
+    shown = cli("stats", "--json").json["calibrations"]
+    assert [each["questions"] for each in shown] == [found["questions"]]
+    assert "samples" not in shown[0]
+    assert "balanced" in cli("stats").out
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_questions_are_made_up_where_there_are_none(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for n, case in enumerate(CASES):
+        (folder / f"{n}.txt").write_text("\n\n".join(case.chunks))
+    assert cli("ingest", folder).code == 0
+    with KnowledgeBase(tmp_path / "store", model=tiny_model) as kb:
+        assert len(kb.index.sample(30)) == min(30, kb.index.count_chunks())
+        assert kb.index.sample(5) == kb.index.sample(5)
+    outcome = cli("calibrate", "--limit", "24", "--json")
+    if outcome.code == 0:  # a random model's questions may all be empty
+        assert outcome.json["source"] == "generated"
+    else:
+        assert "questions could be made" in outcome.json["error"]["message"]
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_bounds_are_measured_on_questions_held_out(cli: Cli, tmp_path: Path) -> None:
+    data = tmp_path / "cases.jsonl"
+    write_cases(data, two_hop(2 * NEEDED, chunks=3))
+    args = ["--data", data, "--chunks", "3", "--chunk-tokens", "40", "--limit", str(2 * NEEDED), "--dtype", "float32"]
+    found = cli("bench", "budget", *args, "--max-kl", "0.001", "--json").json
+    assert (found["calibrated_on"], found["questions"]) == (NEEDED, NEEDED)
+    level = found["levels"]["max_kl"]
+    assert level["max_kl"] == 0.001
+    assert level["within"] >= 0.7  # of 19: what is promised is for many
+    with pytest.raises(InvalidSettingError):
+        budget.run(model="", data=data, bounds={"no": -1.0})
+
+
+def test_documents_are_kept_whole(tmp_path: Path) -> None:
+    with KVStore(tmp_path / "kv") as store:
+        assert store.document("calibration") == {}
+        store.save_document("calibration", {"a": [1, 2]})
+        assert store.document("calibration") == {"a": [1, 2]}
+    with KVStore(tmp_path / "kv") as store:
+        assert store.document("calibration") == {"a": [1, 2]}
