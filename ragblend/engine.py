@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.audit import COMPARED_TOKENS, FOREIGN, Audit, Audited, AuditLog, Guard, deviation
+from ragblend.audit import CHECKED_LAYERS, COMPARED_TOKENS, FOREIGN, Audit, Audited, AuditLog, Guard, deviation
 from ragblend.blend.budget import Budget, Samples
 from ragblend.blend.controller import LoadingController
 from ragblend.blend.divergence import answer_logits, kl_divergence
@@ -925,9 +925,9 @@ class RagBlend:
             if reader is None:
                 continue
             with reader:
-                stored = [reader.read_layer_kv(layer) for layer in range(self.decoder.n_layers)]
+                stored = [reader.read_layer_kv(layer) for layer in range(min(CHECKED_LAYERS, self.decoder.n_layers))]
             self._idle.wait_for_idle()
-            if deviation(stored, self._chunk_kv(ids, context)[0]) > FOREIGN:
+            if deviation(stored, self._chunk_kv(ids, context)[0][: len(stored)]) > FOREIGN:
                 keys = [self._key(ids, name) for name in VARIANTS[self.settings.policy]]
                 return tuple(key for key in keys if self.store.delete(key))
             return ()

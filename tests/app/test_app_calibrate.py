@@ -10,13 +10,13 @@ import pytest
 from command_line import Cli
 
 from ragblend import MaxKL, RagBlend
-from ragblend.kb import KnowledgeBase
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
 from ragblend.engine import EngineSettings
 from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError
 from ragblend.evaluation import budget
 from ragblend.evaluation.calibrate import NEEDED, calibrate
 from ragblend.evaluation.cases import two_hop, write_cases
+from ragblend.kb import KnowledgeBase
 from ragblend.model.sources import load_model
 from ragblend.store.kvstore import KVStore
 
@@ -122,8 +122,8 @@ def test_what_cannot_be_calibrated_says_why(loaded: Any, tmp_path: Path) -> None
             calibrate(engine, PROMPTS[:5])
         with pytest.raises(IngestError, match="ingest them first"):
             calibrate(engine, PROMPTS, candidates=CHOICE[:1])
+        engine.ingest(CASES[0].chunks)
         with pytest.raises(InvalidSettingError, match="on the way"):
-            engine.ingest(CASES[0].chunks)
             calibrate(engine, [PROMPTS[0]] * NEEDED, candidates=[HKVD()])
         assert engine.samples is None
 

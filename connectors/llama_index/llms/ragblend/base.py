@@ -51,6 +51,7 @@ from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import DEFAULT_MODEL, Model
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.match import is_indexable, record_for
+from ragblend.quality import MaxKL
 from ragblend.report import BlendReport
 from ragblend.store.kvstore import KVStore
 
@@ -115,7 +116,7 @@ class RagBlendLLM(LLM):
     repetition_penalty: float = Field(description="Above 1: tokens that were seen become less likely.")
     stop: tuple[str, ...] = Field(description="Strings that end an answer.")
     seed: int | None = Field(description="Makes sampling repeatable.")
-    ratio: float | str | None = Field(description="Share of reused tokens to recompute, or 'auto'.")
+    ratio: float | str | MaxKL | None = Field(description="Share of reused tokens to recompute; or what chooses it.")
     selector: Any = Field(description="Which tokens those are.", exclude=True)
     context_window: int | None = Field(description="Fewer tokens than the model's own window.")
     is_chat_model: bool | None = Field(description="Whether core formats chat prompts; None: as the model has it.")
