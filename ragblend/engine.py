@@ -32,6 +32,7 @@ from ragblend.blend.selectors import QuestionAttention, RecomputeNone
 from ragblend.blend.variants import (
     CONTEXT_TOKENS,
     FILLER,
+    LABEL_BYTES,
     POLICIES,
     VARIANTS,
     Context,
@@ -56,7 +57,7 @@ from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
 from ragblend.prompt.chunk import Message, chunk_key, tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
-from ragblend.prompt.match import ChunkIndex, is_indexable, record_for
+from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
 from ragblend.prompt.repeats import Mask, repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.quality import QUALITIES, MaxKL
@@ -72,6 +73,8 @@ _CALIBRATION = "calibration"  # the store's document
 DEFAULT_PREFIX_CACHE_BYTES = 512 * 1024 * 1024
 _REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
 _WAITING = 256  # misses waiting to be learned; more are dropped, they will be missed again
+_MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
+_READ = ("hit", "cut")  # statuses of spans whose KV is read
 _AUDITED_AT_ONCE = 256  # tokens: a request that comes in while another is audited waits for no more
 
 Ratio: TypeAlias = float | str | MaxKL | RatioChooser
@@ -306,6 +309,7 @@ class RagBlend:
             f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
         ).hexdigest()
         self.preamble_ids = self._preamble_ids()
+        self._label_key = hashlib.blake2b(f"{self.fingerprint}:{self.preamble_ids}".encode()).digest()
         self._separator = self.prompts.encode_text("\n\n")
         self._filler = (*self.prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
         self._owns_store = not isinstance(store, KVStore)
@@ -429,7 +433,7 @@ class RagBlend:
                                 source = context.source
                             there = key in notes and (source is not None or context.source is None)
                             if not there:
-                                layers, note = self._chunk_kv(ids, context)
+                                layers, note = self._chunk_kv(ids, context, text)
                                 for write in writing.values():
                                     n_bytes += write.result()
                                 put = partial(self.store.put, note=note.to_bytes(), overwrite=key in notes)
@@ -491,8 +495,10 @@ class RagBlend:
         own = variant in ("alone", "head", "filler")
         return chunk_key(self.fingerprint, before, ids, "" if own else f"{variant}:{self.settings.namespace}")
 
-    def _chunk_kv(self, ids: Sequence[int], context: Context) -> tuple[ChunkKV, Note]:
-        note = Note.of((*self.preamble_ids, *context.ids), ids)
+    def _chunk_kv(self, ids: Sequence[int], context: Context, text: str = "") -> tuple[ChunkKV, Note]:
+        label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
+        noted = text if len(text) <= _MAX_NOTED_CHARS else ""
+        note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted)
         # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
         neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
         stored = bool(neighbour) and (key := self._key(neighbour, "head")) in self.store
@@ -505,6 +511,10 @@ class RagBlend:
                 except CorruptPayloadError as error:
                     _log.warning("%s", error)
             return self._precomputer.chunk_kv(ids, context.ids), note
+
+    def _label(self, record: bytes) -> bytes:
+        """By which KV of a text is found that this model made behind this preamble."""
+        return hashlib.blake2b(record, key=self._label_key, digest_size=LABEL_BYTES).digest()
 
     def _remember(self, records: Sequence[bytes]) -> None:
         if records:
@@ -562,7 +572,7 @@ class RagBlend:
         check_selector(selector)
         least = 0.0 if self._guard is None else self._guard.least_ratio
         ratio = 1.0 if least == 1.0 else ratio
-        layout = lay_out(self.prompts, prompt, self._known_texts())
+        layout = lay_out(self.prompts, prompt, self._known_texts(), self._texts_of)
         tokens, window = len(layout.ids), self.decoder.context_window_tokens
         if tokens >= window:
             raise ContextWindowError(tokens, max_tokens, window)
@@ -602,7 +612,7 @@ class RagBlend:
         misses = tuple(
             _Miss(tuple(layout.ids_of(span).tolist()), span.text or "")
             for use, span in zip(report.chunks, layout.chunks, strict=True)
-            if use.status in wanted
+            if use.status in wanted and not span.whole
         )
         return Ready(ids, cache, prefilled.logits, report, root, exact_tokens, misses, started)
 
@@ -643,7 +653,10 @@ class RagBlend:
             reused = int(plan.reused.sum())
             try:
                 share = self._share(ratio, selector, plan, least)
-                with LayerLoader(readers, device=self.decoder.device, dtype=self.decoder.dtype) as loader:
+                wanted = [use.stop - use.start for use in uses if use.status in _READ]
+                with LayerLoader(
+                    readers, device=self.decoder.device, dtype=self.decoder.dtype, tokens=wanted
+                ) as loader:
                     began = time.perf_counter()
                     prefilled = prefill(self.decoder, cache, plan, loader if reused else None, selector, share)
                     prefill_s = time.perf_counter() - began
@@ -698,13 +711,14 @@ class RagBlend:
         """The variant to serve each chunk span with; one known to be corrupt only where there is no other."""
         names = VARIANTS[self.settings.policy]
         spans = layout.chunks
-        keys = [{name: self._key(layout.ids_of(span), name) for name in names} for span in spans]
+        stored_ids = [layout.stored_ids_of(span) for span in spans]
+        keys = [{name: self._key(ids, name) for name in names} for ids in stored_ids]
         notes = self.store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
         here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
         choices = []
-        for each, span, repeats in zip(keys, spans, here, strict=True):
-            whole = {name: key for name, key in each.items() if key in notes and key not in corrupt}
-            stored = {name: Note.from_bytes(notes[key], len(span)) for name, key in whole.items()}
+        for each, ids, span, repeats in zip(keys, stored_ids, spans, here, strict=True):
+            usable = {name: key for name, key in each.items() if key in notes and key not in corrupt}
+            stored = {name: Note.from_bytes(notes[key], len(ids)).beginning(len(span)) for name, key in usable.items()}
             behind = digest(layout.ids[: span.start])
             fits = best(stored, self.settings.policy, repeats, behind)
             if fits is not None:
@@ -742,12 +756,15 @@ class RagBlend:
                     status = "corrupt"
                 elif reader is not None:
                     readers.append(reader)
+                    status = "cut" if span.whole else "hit"
             uses.append(ChunkUse(key, span.start, span.stop, status, choice.variant))
         return tuple(uses), readers
 
     def _fits(self, reader: PayloadReader, span: Span) -> bool:
         return (
-            reader.n_tokens == len(span) and reader.dtype == self.decoder.dtype and reader.shapes == self.decoder.shapes
+            reader.n_tokens == len(span.whole or span)
+            and reader.dtype == self.decoder.dtype
+            and reader.shapes == self.decoder.shapes
         )
 
     def _known_texts(self) -> ChunkIndex:
@@ -755,9 +772,17 @@ class RagBlend:
         with self._index_lock:
             version = self.store.remembered_version()
             if version != self._index_version:
-                self._index.add(self.store.remembered())
+                since = self.store.remembered(after=max(0, self._index_version))
+                # Another version's records would match nothing.
+                self._index.add(record for record in since if len(record) == RECORD_BYTES)
                 self._index_version = version
         return self._index
+
+    def _texts_of(self, records: Sequence[bytes]) -> dict[bytes, str]:
+        """The texts of those records for which this model's KV is stored."""
+        by_label = {self._label(record): record for record in records}
+        notes = (Note.from_bytes(note) for note in self.store.notes_labelled(list(by_label)).values())
+        return {by_label[note.label]: note.text for note in notes if note.label in by_label and note.text}
 
     def steps(self, ready: Ready, settings: DecodeSettings) -> Generator[Step, None, None]:
         """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side."""
@@ -868,7 +893,7 @@ class RagBlend:
         for context in self._contexts(miss.ids)[0]:
             key = self._key(miss.ids, context.name)
             if key not in self.store:
-                layers, note = self._chunk_kv(miss.ids, context)
+                layers, note = self._chunk_kv(miss.ids, context, miss.text)
                 self.store.put(key, layers, note=note.to_bytes())
         if is_indexable(miss.text):
             self._remember([record_for(miss.text)])
@@ -965,7 +990,7 @@ class RagBlend:
 
 def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[_Choice]) -> Plan:
     """Sort the tokens of a prompt into known, reused and fresh."""
-    hits = [(use, choice) for use, choice in zip(uses, choices, strict=True) if use.status == "hit"]
+    hits = [(use, choice) for use, choice in zip(uses, choices, strict=True) if use.status in _READ]
     for use, _ in hits:
         # Payloads are read whole: what is known of a chunk's beginning is read again.
         if use.start < known < use.stop:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-ChunkStatus = Literal["hit", "prefix", "miss", "corrupt", "recomputed"]
-"""hit: KV came from the store. prefix: all of it stood in the in-memory prefix cache. miss: not in the store, computed
-fresh. corrupt: stored, but unusable, computed fresh. recomputed: stored, but ratio 1 asked for a full prefill."""
+ChunkStatus = Literal["hit", "cut", "prefix", "miss", "corrupt", "recomputed"]
+"""hit: KV came from the store. cut: so it did, but only the chunk's beginning stands in the prompt, and of that alone.
+prefix: all of it stood in the in-memory prefix cache. miss: not in the store, computed fresh. corrupt: stored, but
+unusable, computed fresh. recomputed: stored, but ratio 1 asked for a full prefill."""
 
 
 @dataclass(frozen=True)
 class ChunkUse:
     """How one chunk span of the prompt was served.
 
-    key: its name in the store. Token range is half-open: start, stop. variant: what the stored KV was prefilled behind
-    (see blend.variants); of a miss, what was looked for first.
+    key: its name in the store; of a cut chunk, the name of the whole one. Token range is half-open: start, stop.
+    variant: what the stored KV was prefilled behind (see blend.variants); of a miss, what was looked for first.
     """
 
     key: str
@@ -79,7 +80,7 @@ class BlendReport:
     @property
     def hits(self) -> int:
         """Chunk spans that were not computed from scratch."""
-        return sum(use.status in ("hit", "prefix") for use in self.chunks)
+        return sum(use.status in ("hit", "cut", "prefix") for use in self.chunks)
 
     @property
     def misses(self) -> int:

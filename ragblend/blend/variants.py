@@ -19,6 +19,7 @@ repetitions where, and only where, they are repetitions in this prompt; between 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -52,6 +53,9 @@ COPY_SHARE = 0.25
 """A chunk that repeats more than this share of its tokens from another one is worth a second variant."""
 CONTEXT_TOKENS = 300
 """Length of filler and neighbour at most: depth that has been reached by then changes little afterwards."""
+
+LABEL_BYTES = 16
+"""Of a note's label, as in the store."""
 
 NEIGHBOURS = 16
 """How many are worth offering for a chunk: where chunks overlap, many of the closest are nearly copies."""
@@ -92,29 +96,44 @@ class Note(NamedTuple):
 
     behind: digest of all the ids it was prefilled behind, head included.
     repeats: [chunk tokens] bool; which of its tokens repeat something that stood there.
+    label: 16 bytes to find the chunk by where it is cut, so that its ids are not known; the note begins with them.
+    text: the chunk's, to tell where it is cut; "" if it is not to be found so.
     """
 
     behind: bytes
     repeats: Mask
+    label: bytes = bytes(LABEL_BYTES)
+    text: str = ""
 
     @classmethod
-    def of(cls, before: Sequence[int], ids: Sequence[int]) -> Self:
+    def of(cls, before: Sequence[int], ids: Sequence[int], label: bytes = bytes(LABEL_BYTES), text: str = "") -> Self:
         context = np.asarray(before, dtype=np.int64)
-        return cls(digest(context), repeated_behind(context, np.asarray(ids, dtype=np.int64)))
+        return cls(digest(context), repeated_behind(context, np.asarray(ids, dtype=np.int64)), label, text)
+
+    def beginning(self, tokens: int) -> Self:
+        """The note of the chunk's first tokens alone. (The last few of them may repeat a run that goes on behind.)"""
+        return self._replace(repeats=self.repeats[:tokens])
 
     def to_bytes(self) -> bytes:
-        return self.behind + np.packbits(self.repeats).tobytes()
+        head = _NOTE.pack(self.label, self.behind, len(self.repeats))
+        return head + np.packbits(self.repeats).tobytes() + self.text.encode("utf-8", "surrogatepass")
 
     @classmethod
-    def from_bytes(cls, data: bytes, tokens: int) -> Self:
-        """What to_bytes gave; a note that cannot be read fits no prompt in particular."""
-        bits = np.unpackbits(np.frombuffer(data[_DIGEST_BYTES:], dtype=np.uint8))
-        if len(bits) // 8 != -(-tokens // 8):
-            return cls(b"", np.zeros(tokens, dtype=np.bool_))
-        return cls(data[:_DIGEST_BYTES], bits[:tokens].astype(np.bool_))
+    def from_bytes(cls, data: bytes, tokens: int | None = None) -> Self:
+        """What to_bytes gave, of a chunk of so many tokens; a note that cannot be read fits no prompt in particular."""
+        try:
+            label, behind, noted = _NOTE.unpack_from(data)
+            bits = np.frombuffer(data, dtype=np.uint8, count=-(-noted // 8), offset=_NOTE.size)
+            if tokens in (None, noted):
+                repeats = np.unpackbits(bits, count=noted).astype(np.bool_)
+                return cls(behind, repeats, label, data[_NOTE.size + len(bits) :].decode("utf-8", "surrogatepass"))
+        except (struct.error, ValueError):
+            pass
+        return cls(b"", np.zeros(tokens or 0, dtype=np.bool_))
 
 
 _DIGEST_BYTES = 16
+_NOTE = struct.Struct(f"<{LABEL_BYTES}s{_DIGEST_BYTES}sI")
 
 
 def digest(ids: npt.NDArray[np.integer]) -> bytes:

@@ -55,6 +55,13 @@ class Chunk:
             raise InvalidSettingError(f"Chunk takes a string, not {type(self.text).__name__}")
 
 
+@dataclass(frozen=True)
+class CutChunk(Chunk):
+    """The beginning of a chunk whose rest does not stand there. whole: the chunk's text, which begins with this one."""
+
+    whole: str
+
+
 @dataclass(frozen=True, init=False)
 class Message:
     """One turn: who speaks, and plain text and chunks in reading order.

@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from ragblend.errors import EmptyPromptError, InvalidSettingError
 from ragblend.prompt.chunk import Chunk, Message, joined_parts
-from ragblend.prompt.match import ChunkIndex
-from ragblend.prompt.template import PromptTokenizer
+from ragblend.prompt.match import ChunkIndex, TextsOf
+from ragblend.prompt.template import PromptTokenizer, Segment
 
 Prompt: TypeAlias = str | Sequence[str | Chunk | Message]
 """A string, or a mix of strings and Chunks, is one user message; a conversation is Messages only. (One sequence type
 rather than two, so that type checkers understand a list that is written in place.)"""
+
+MIN_CUT_TOKENS = 16
+"""A cut chunk of fewer tokens is text like any other."""
 
 _FORMS = "a prompt is a string, a sequence of strings and Chunks, or a sequence of Messages"
 
@@ -26,12 +29,14 @@ class Span:
     """Tokens start .. stop - 1 of a prompt (half-open, absolute positions).
 
     text: computed fresh: template, glue, question. chunk: one chunk, whose text is kept.
+    whole: of a cut chunk, all ids of the chunk, which begin with those of the span; of others, ().
     """
 
     kind: Literal["text", "chunk"]
     start: int
     stop: int
     text: str | None = None
+    whole: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -78,13 +83,20 @@ class Layout:
         """[span tokens] int64."""
         return self.ids[span.start : span.stop]
 
+    def stored_ids_of(self, span: Span) -> npt.NDArray[np.int64]:
+        """[chunk tokens] int64: the ids that a chunk is stored by; those of a cut one go on behind its span."""
+        return np.array(span.whole, dtype=np.int64) if span.whole else self.ids_of(span)
 
-def lay_out(tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None = None) -> Layout:
+
+def lay_out(
+    tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None = None, texts_of: TextsOf | None = None
+) -> Layout:
     """The prompt's ids, cut into spans: chunks that are marked, and chunks that the index knows by their text.
 
     A chunk's ids are the same in every prompt. Marked Chunks are taken as they are; the index searches plain text only,
-    in messages of every role. A known text that the prompt ends in is not taken: it is what the prompt asks. Chunks
-    without any tokens are left out.
+    in messages of every role, for whole texts and, where `texts_of` gives those that may be cut, for their beginnings.
+    Of a cut chunk, those tokens are taken that are the chunk's; what its last ones became by the cut is text. A known
+    text that the prompt ends in is not taken: it is what the prompt asks. Chunks without any tokens are left out.
 
     Raises:
         EmptyPromptError: there is nothing but white space in the prompt.
@@ -92,7 +104,7 @@ def lay_out(tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None
         UnsupportedModelError: the model's chat template is broken.
     """
     given = _messages(prompt)
-    messages = [_searched(message, index, last=message is given[-1]) for message in given]
+    messages = [_searched(message, index, texts_of, last=message is given[-1]) for message in given]
     if not any(_text_of(part).strip() for message in messages for part in message.content):
         raise EmptyPromptError("the prompt holds no text: give a question, with or without chunks")
     ids: list[int] = []
@@ -103,12 +115,22 @@ def lay_out(tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None
         if len(ids) == start:
             continue
         if segment.kind == "chunk":
-            spans.append(Span("chunk", start, len(ids), segment.text))
-        elif spans and spans[-1].kind == "text":
-            spans[-1] = Span("text", spans[-1].start, len(ids))
-        else:
+            whole = () if segment.whole is None else tuple(tokenizer.encode(Segment("chunk", segment.whole)))
+            stop = start + _agreement(ids[start:], whole) if whole else len(ids)
+            if not whole or stop - start >= MIN_CUT_TOKENS:
+                spans.append(Span("chunk", start, stop, segment.text, whole))
+                start = stop
+        if start < len(ids):
+            if spans and spans[-1].kind == "text":
+                start = spans.pop().start
             spans.append(Span("text", start, len(ids)))
     return Layout(np.array(ids, dtype=np.int64), tuple(spans))
+
+
+def _agreement(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids are the same from the first one on."""
+    shorter = min(len(some), len(others))
+    return next((n for n in range(shorter) if some[n] != others[n]), shorter)
 
 
 def _messages(prompt: Prompt) -> list[Message]:
@@ -130,14 +152,14 @@ def _messages(prompt: Prompt) -> list[Message]:
     return messages or [Message("user", parts)]
 
 
-def _searched(message: Message, index: ChunkIndex | None, *, last: bool) -> Message:
+def _searched(message: Message, index: ChunkIndex | None, texts_of: TextsOf | None, *, last: bool) -> Message:
     # Joined first: a chunk's text may run over the border of two strings.
     parts = joined_parts(piece for part in message.content for piece in _bare(part))
     if index is None:
         return Message(message.role, parts)
     found: list[str | Chunk] = []
     for part in parts:
-        found += index.split(part) if isinstance(part, str) else [part]
+        found += index.split(part, texts_of) if isinstance(part, str) else [part]
     # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
     ends_in_text = parts and isinstance(parts[-1], str) and found
     if last and ends_in_text:

@@ -28,7 +28,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from ragblend.errors import InvalidSettingError, MissingDependencyError, UnsupportedModelError
-from ragblend.prompt.chunk import ChatTokenizer, Chunk, Message, backend_of, joined_parts, template_sources
+from ragblend.prompt.chunk import ChatTokenizer, Chunk, CutChunk, Message, backend_of, joined_parts, template_sources
 
 SegmentKind = Literal["control", "text", "chunk"]
 
@@ -58,10 +58,14 @@ _PRIVATE_USE = range(0xE000, 0xF8FF, 2)
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of prompt text that is tokenised on its own. control: the template's; text and chunk: content."""
+    """A run of prompt text that is tokenised on its own. control: the template's; text and chunk: content.
+
+    whole: of a cut chunk, the text that it is the beginning of.
+    """
 
     kind: SegmentKind
     text: str
+    whole: str | None = None
 
 
 class PromptTokenizer:
@@ -477,7 +481,7 @@ def _content_segments(message: Message, *, trim_left: bool, trim_right: bool) ->
 def _segments_of(parts: Sequence[str | Chunk]) -> Iterator[Segment]:
     for part in parts:
         if isinstance(part, Chunk):
-            yield Segment("chunk", part.text)
+            yield Segment("chunk", part.text, part.whole if isinstance(part, CutChunk) else None)
         elif part:
             yield Segment("text", part)
 

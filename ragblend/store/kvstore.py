@@ -55,6 +55,9 @@ DEFAULT_SIZE_LIMIT_BYTES = 20 << 30
 """20 GiB: about 3,000 chunks of 300 tokens of a 135M model (23 kB a token), or 500 of an 8B model (131 kB a token).
 Enough for a personal document folder, and an amount few machines miss. Never more than half of what is free."""
 
+LABEL_BYTES = 16
+"""A note may begin with a label, by which `notes_labelled` finds it."""
+
 MAX_RECORDS = 500_000
 """Text records kept; beyond, the oldest are forgotten. About 300 bytes of disk each."""
 
@@ -66,6 +69,7 @@ _LOCK = "ragblend.lock"
 _IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
 _PAYLOAD_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 _WHERE_IS = "SELECT size, mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
+_LABEL = f"substr(value, 1, {LABEL_BYTES})"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # SQLite itself waits this long for another process's transaction. Ours take microseconds, so that only a stopped
@@ -338,6 +342,9 @@ class KVStore:
             self._kv = _Cache(self._kv_directory, policy="least-recently-used")
             self._kv.payload_limit_bytes = limit
             try:
+                if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
+                    with self._kv.writing() as sql:
+                        sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
                 self._texts = _Cache(self.directory / "texts", policy="least-recently-stored")
                 with self._files_settled(patience_s=0.0) as settled:
                     if settled:
@@ -358,7 +365,7 @@ class KVStore:
         Args:
             key: the chunk key.
             layers: one LayerKV a layer, see payload.encode.
-            note: a few bytes kept in the index beside it, for `notes`.
+            note: some bytes kept in the index beside it, for `notes`.
 
         Raises:
             InvalidSettingError: the KV is malformed, or alone larger than the size limit; or the note is too long.
@@ -438,6 +445,34 @@ class KVStore:
                 marks = ",".join("?" * len(some))
                 rows = self._kv.rows(f"SELECT key, value FROM Cache WHERE raw = 1 AND key IN ({marks})", some)
                 found.update((key, note if isinstance(note, bytes) else b"") for key, note in rows)
+        return found
+
+    def notes_labelled(self, labels: Sequence[bytes]) -> dict[str, bytes]:
+        """The notes that begin with one of these labels, LABEL_BYTES each, by key. Nothing is counted or touched.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        found: dict[str, bytes] = {}
+        with self._typed_errors("read"):
+            for first in range(0, len(labels), _KEYS_AT_ONCE):
+                some = list(labels[first : first + _KEYS_AT_ONCE])
+                among = f"{_LABEL} IN ({','.join('?' * len(some))})"
+                found.update(self._kv.rows(f"SELECT key, value FROM Cache WHERE raw = 1 AND {among}", some))
+        return found
+
+    def paths(self, keys: Sequence[str]) -> dict[str, Path]:
+        """Where the payload files of those keys are that are stored. Nothing is opened, counted or touched.
+
+        Raises:
+            StoreError: the store is closed, or its index cannot be read.
+        """
+        found: dict[str, Path] = {}
+        with self._typed_errors("read"):
+            for key in keys:
+                for _, *where in self._kv.rows(_WHERE_IS, (key,)):
+                    with contextlib.suppress(_UnusableError):
+                        found[key] = Path(self._kv.disk.fetch(*where, True))
         return found
 
     def contains(self, key: str) -> bool:
@@ -568,18 +603,18 @@ class KVStore:
                     sql(f"DELETE FROM Cache WHERE rowid IN ({oldest})", (excess,))
                 return added
 
-    def remembered(self) -> list[bytes]:
+    def remembered(self, *, after: int = 0) -> list[bytes]:
         """All records, oldest first.
+
+        Args:
+            after: what remembered_version() said once: only records that came in since.
 
         Raises:
             StoreError: the store is closed, or its index cannot be read.
         """
         with self._typed_errors("read"):
-            return [
-                record
-                for (record,) in self._texts.rows("SELECT key FROM Cache ORDER BY rowid")
-                if type(record) is bytes
-            ]
+            rows = self._texts.rows("SELECT key FROM Cache WHERE rowid > ? ORDER BY rowid", (after,))
+            return [record for (record,) in rows if type(record) is bytes]
 
     def remembered_count(self) -> int:
         """How many records there are.

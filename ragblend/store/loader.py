@@ -59,24 +59,33 @@ class LayerLoader:
 
     Attributes:
         n_layers: layers to come; 0 without readers.
-        n_tokens: tokens of all readers together.
+        n_tokens: tokens that are wanted of all readers together.
         load_s: seconds the thread spent reading, verifying and converting.
         stall_s: seconds layer() waited for the thread.
         stalls: calls of layer() that had to wait.
         bytes_read: tensor bytes read from payloads.
     """
 
-    def __init__(self, readers: Sequence[PayloadReader], *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        readers: Sequence[PayloadReader],
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
         """
         Args:
             readers: open payloads of one model; a repeated chunk is its reader repeated.
             device: where the layers are wanted: CPU or CUDA.
             dtype: dtype they are wanted in; payloads of another dtype are converted by the thread.
+            tokens: how many of each payload's tokens are wanted, from its first one on; None: all of them. Whole
+                payloads are read all the same, since checksums are of the whole.
 
         Raises:
             CorruptPayloadError: a payload's layers have other shapes than the first one's. Check the first against
                 the model (PayloadReader.shapes) to know which is foreign.
-            ValueError: a device of another kind.
+            ValueError: a device of another kind, or more tokens than a payload has.
         """
         self._device = torch.device(device)
         if self._device.type not in ("cpu", "cuda"):
@@ -90,8 +99,12 @@ class LayerLoader:
         for reader in self._readers:
             if reader.shapes != self._shapes:
                 raise CorruptPayloadError(reader.key, "its layers have other shapes than the first payload's")
+        self._tokens = tuple(reader.n_tokens for reader in readers) if tokens is None else tuple(tokens)
+        for reader, wanted in zip(self._readers, self._tokens, strict=True):
+            if not 0 < wanted <= reader.n_tokens:
+                raise ValueError(f"{wanted} tokens are wanted of a payload of {reader.n_tokens}")
         self.n_layers = len(self._shapes)
-        self.n_tokens = sum(reader.n_tokens for reader in self._readers)
+        self.n_tokens = sum(self._tokens)
         self.load_s = 0.0
         self.stall_s = 0.0
         self.stalls = 0
@@ -217,17 +230,17 @@ class LayerLoader:
         """Read one layer of every payload into the host buffers; False where the loader was closed meanwhile."""
         whole = buffers.views(buffers.host, self._shapes[index], self.n_tokens)
         start = 0
-        for reader in self._readers:
+        for reader, tokens in zip(self._readers, self._tokens, strict=True):
             if self._stop.is_set():
                 return False
-            stop = start + reader.n_tokens
+            stop = start + tokens
             key, value = whole.key[:, start:stop], whole.value[:, start:stop]
-            if reader.dtype == self._dtype:
+            if reader.dtype == self._dtype and tokens == reader.n_tokens:
                 self.bytes_read += reader.read_layer(index, key, value)
             else:
                 stored = reader.read_layer_kv(index)
-                key.copy_(stored.key)
-                value.copy_(stored.value)
+                key.copy_(stored.key[:, :tokens])
+                value.copy_(stored.value[:, :tokens])
                 self.bytes_read += stored.key.nbytes + stored.value.nbytes
             start = stop
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -144,23 +145,31 @@ def test_the_closest_other_texts_are_offered_closest_first() -> None:
 # -- what is remembered of them ---------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 500), st.binary(min_size=16, max_size=16), st.randoms(use_true_random=False))
-def test_a_note_comes_back_as_it_was(tokens: int, behind: bytes, random: Any) -> None:
+@given(st.integers(1, 500), *[st.binary(min_size=16, max_size=16)] * 2, st.text(), st.randoms(use_true_random=False))
+@example(3, b"b" * 16, b"l" * 16, "odd \ud800 text", Random(0))
+def test_a_note_comes_back_as_it_was(tokens: int, behind: bytes, label: bytes, text: str, random: Any) -> None:
     repeats = np.array([random.random() < 0.5 for _ in range(tokens)])
-    data = Note(behind, repeats).to_bytes()
-    again = Note.from_bytes(data, tokens)
-    assert again.behind == behind
-    assert again.repeats.dtype == np.bool_
-    assert again.repeats.tolist() == repeats.tolist()
-    assert len(data) == 16 + -(-tokens // 8)
+    data = Note(behind, repeats, label, text).to_bytes()
+    assert data.startswith(label)
+    for again in (Note.from_bytes(data, tokens), Note.from_bytes(data)):
+        assert (again.behind, again.label, again.text) == (behind, label, text)
+        assert again.repeats.dtype == np.bool_
+        assert again.repeats.tolist() == repeats.tolist()
+        cut = again.beginning(tokens // 2)
+        assert (cut.behind, cut.repeats.tolist()) == (behind, repeats[: tokens // 2].tolist())
+    assert Note.from_bytes(data, tokens + 1).behind == b""
 
 
 @given(st.integers(1, 500), st.binary(max_size=100))
 @example(8, b"longer than its note")
+@example(8, bytes(36))
+@example(8, bytes(32) + bytes([8, 0, 0, 0]) + b"\x01\xff")
+@example(8, bytes(32) + bytes([255, 255, 255, 255]) + b"\x01")
 def test_any_bytes_make_a_note(tokens: int, data: bytes) -> None:
+    Note.from_bytes(data)
     note = Note.from_bytes(data, tokens)
     assert note.repeats.shape == (tokens,)
-    if len(data) != 16 + -(-tokens // 8):
+    if int.from_bytes(data[32:36], "little") != tokens:
         assert note.behind == b""  # no context has this digest, so nothing is taken for exact
         assert not note.repeats.any()
     assert best({"head": note}, "system", np.ones(tokens, dtype=np.bool_), b"somewhere else, 16") == "head"

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tiny_tokenizers
 import torch
-from llama_bench import Recorder, tiny_llama
+from llama_bench import MakeEngine, Recorder, tiny_llama
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -393,6 +393,42 @@ def test_every_chunk_that_is_sent_is_a_hit(shelf: Shelf, name: str) -> None:
         assert hit & set(shelf.engine.stored_variants(text).values()), text
 
 
+# -- text that is cut -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_chunks_that_are_cut_because_a_prompt_gets_too_long_reuse_their_beginnings(
+    make_engine: MakeEngine, settings: Any, asynchronous: bool
+) -> None:
+    engine = make_engine(window=1024, learn=False, prefix_cache_bytes=0)
+    settings.llm = RagBlendLLM.from_engine(engine, max_tokens=SHORT)
+    settings.embed_model = WordEmbedding()
+    documents = [Document(text=str(metadata(name)["Description"])[:6000]) for name in PACKAGES[:2]]
+    nodes = SentenceSplitter(chunk_size=120, chunk_overlap=0).get_nodes_from_documents(documents)
+    engine.ingest(text_of(node) for node in nodes)
+    index = VectorStoreIndex(nodes).as_query_engine(similarity_top_k=8, use_async=asynchronous)
+    response = asyncio.run(index.aquery(QUESTION)) if asynchronous else index.query(QUESTION)
+
+    calls = list(zip(engine.prompts_ids, engine.streams, strict=True))
+    assert len(calls) > 1
+    statuses = []
+    for ids, stream in calls:
+        prompt = engine.prompts.decode(ids)
+        for text in texts_of(response.source_nodes):
+            begins = next((n for n in range(len(text), 63, -1) if text[:n] in prompt), 0)
+            if begins:
+                keys = engine.stored_variants(text).values()
+                (use,) = (use for use in stream.report.chunks if use.key in keys)
+                reused = engine.prompts.decode(ids[use.start : use.stop])
+                assert text.startswith(reused)
+                assert len(reused) > begins - (32 if begins < len(text) else 1)  # a cut is made at a word's border
+                assert use.status == ("cut" if begins < len(text) else "hit")
+                statuses.append(use.status)
+        assert stream.report.misses == 0
+    assert statuses.count("hit") >= 2
+    assert statuses.count("cut") >= 2
+
+
 # -- rewritten text ---------------------------------------------------------------------------------------------------
 
 
@@ -437,14 +473,18 @@ def test_rewritten_chunks_do_not_hit_and_are_answered_as_by_a_full_prefill(
     assert stock[0, ids.shape[1] :].tolist()[: len(stream.token_ids)] == stream.token_ids
 
 
-def test_a_chunk_rewritten_in_the_middle_does_not_hit_as_a_whole(shelf: Shelf) -> None:
+def test_of_a_chunk_rewritten_in_the_middle_what_stands_before_is_reused(shelf: Shelf) -> None:
     first, second = texts_of(shelf.retrieved())[:2]
     half = len(first) // 2
     answer = shelf.llm.complete(f"{first[:half]} (sic) {first[half:]}\n\n{second}\n\n{QUESTION}")
     assert answer.raw is not None
-    hit = {use["key"] for use in answer.raw["ragblend"]["chunks"]}
-    assert hit & set(shelf.engine.stored_variants(second).values())
-    assert not hit & set(shelf.engine.stored_variants(first).values())
+    uses = answer.raw["ragblend"]["chunks"]
+    assert {use["status"] for use in uses} <= {"cut", "hit"}
+    (ids,) = shelf.engine.prompts_ids
+    reused = [shelf.engine.prompts.decode(ids[use["start"] : use["stop"]]) for use in uses]
+    assert first[:half].startswith(reused[0])
+    assert first not in reused
+    assert second in reused
 
 
 def test_dictation_says_what_it_is_told_and_then_stops(shelf: Shelf) -> None:

@@ -12,7 +12,7 @@ from tiny_tokenizers import chatml, t5
 
 from ragblend.errors import EmptyPromptError, InvalidSettingError
 from ragblend.prompt.chunk import Chunk, Message
-from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
+from ragblend.prompt.layout import MIN_CUT_TOKENS, Layout, Prompt, Span, lay_out
 from ragblend.prompt.match import ChunkIndex, record_for
 from ragblend.prompt.template import PromptTokenizer
 
@@ -150,3 +150,57 @@ def test_a_layout_refuses_spans_that_do_not_cover(spans: tuple[Span, ...]) -> No
 def test_a_layout_refuses_other_ids() -> None:
     with pytest.raises(InvalidSettingError):
         Layout(np.arange(3, dtype=np.int32), (Span("text", 0, 3),))
+
+
+LONG = f"{A} It reads them layer by layer. {B} Nothing is asked in the end; caf\u00e9s and \U0001f600 are in it, too."
+
+
+@settings(max_examples=40, deadline=None)
+@given(stop=st.integers(60, len(LONG) - 1), behind=st.sampled_from(["\n\nWhy?", "x Why?", " - ", "\U0001f600!"]))
+def test_of_a_cut_chunk_those_tokens_are_taken_that_are_its_own(
+    tokenizer: PromptTokenizer, stop: int, behind: str
+) -> None:
+    index, texts_of = ChunkIndex([record_for(LONG)]), lambda records: dict.fromkeys(records, LONG)
+    prompt = f"Read:\n{LONG[:stop]}{behind} And now?"
+    layout = lay_out(tokenizer, prompt, index, texts_of)
+    check_spans(layout)
+    whole = tokenizer.encode_text(LONG)
+    for span in layout.chunks:
+        assert LONG.startswith(span.text or "?")
+        assert list(span.whole) == layout.stored_ids_of(span).tolist() == whole
+        assert MIN_CUT_TOKENS <= len(span) < len(whole)
+        assert layout.ids_of(span).tolist() == whole[: len(span)]
+    if stop > 150:
+        (span,) = layout.chunks
+        assert len(span) >= len(tokenizer.encode_text(span.text or "")) - 3
+    # All of the prompt is there, once.
+    text = tokenizer.decode(layout.ids.tolist())
+    assert text.count("And now?") == tokenizer.decode(lay_out(tokenizer, prompt).ids.tolist()).count("And now?") == 1
+
+
+def test_what_a_prompt_ends_in_is_no_cut_chunk() -> None:
+    index, texts_of = ChunkIndex([record_for(LONG)]), lambda records: dict.fromkeys(records, LONG)
+    assert lay_out(CHATML, f"So: {LONG[:150]}", index, texts_of).chunks == ()
+    assert len(lay_out(CHATML, f"So: {LONG[:150]}\nWhy?", index, texts_of).chunks) == 1
+    assert lay_out(CHATML, f"So: {LONG[:150]}\nWhy?", index).chunks == ()
+    earlier = [Message("user", LONG[:150]), Message("assistant", "Yes."), Message("user", "Why?")]
+    assert len(lay_out(CHATML, earlier, index, texts_of).chunks) == 1
+
+
+def test_a_cut_chunk_of_few_tokens_is_text() -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 20
+    few = MIN_CUT_TOKENS * 4
+    assert len(CHATML.encode_text(text[:70])) < few
+    index, texts_of = ChunkIndex([record_for(text)]), lambda records: dict.fromkeys(records, text)
+    spans = {n: lay_out(CHATML, f"{text[:n]}?", index, texts_of).chunks for n in range(64, 300, 20)}
+    for n, found in spans.items():
+        assert bool(found) == (len(CHATML.encode_text(text[:n].rstrip())) >= MIN_CUT_TOKENS), n
+
+
+def test_a_text_that_becomes_other_tokens_is_not_taken() -> None:
+    """Whatever the store says a text is: tokens that are not its own are never taken for its."""
+    index, other = ChunkIndex([record_for(LONG)]), LONG[:70] + "".join(reversed(LONG[70:]))
+    cut = lay_out(CHATML, f"{LONG[:200]}\nWhy?", index, lambda records: dict.fromkeys(records, other))
+    for span in cut.chunks:
+        assert cut.ids_of(span).tolist() == CHATML.encode_text(other)[: len(span)]
+    assert sum(map(len, cut.chunks)) <= len(CHATML.encode_text(LONG[:72]))

@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from string import ascii_letters
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragblend.errors import InvalidSettingError
-from ragblend.prompt.chunk import Chunk
-from ragblend.prompt.match import MIN_INDEXED_CHARS, RECORD_BYTES, ChunkIndex, is_indexable, record_for
+from ragblend.prompt.chunk import Chunk, CutChunk
+from ragblend.prompt.match import (
+    MIN_CUT_CHARS,
+    MIN_INDEXED_CHARS,
+    RECORD_BYTES,
+    ChunkIndex,
+    TextsOf,
+    is_indexable,
+    record_for,
+)
 
 # Few letters, so that texts overlap, share heads and tails, and nearly match.
 SCARCE = st.text(alphabet="ab", min_size=0, max_size=40)
@@ -106,13 +116,13 @@ def test_short_texts_are_not_indexed() -> None:
 def test_a_record_is_pinned() -> None:
     # Records are kept next to stored chunks: if this fails, raise RECORD_VERSION.
     record = record_for("The cache keeps the keys and the values.\r\n\U0001f600\ud800\x00")
-    assert record.hex() == "75e0c5f7cf25c5102d00000003adfac37a6aa1abd8e2e218c7c8a091"
+    assert record.hex() == "75e0c5f72d00000003adfac3cfc2b398"
     assert len(record) == RECORD_BYTES
 
 
 def test_a_record_of_another_size_is_refused_and_nothing_added() -> None:
     index = ChunkIndex()
-    with pytest.raises(InvalidSettingError, match="28 bytes"):
+    with pytest.raises(InvalidSettingError, match="16 bytes"):
         index.add([record_for("a" * 32), b"short"])
     assert len(index) == 0
 
@@ -190,3 +200,123 @@ def test_texts_made_to_collide_cost_reuse_and_not_time(caplog: pytest.LogCapture
     assert time.perf_counter() - started < 5  # seconds; about 0.3 on a quiet machine
     assert (0, len(known[17])) in found
     assert "too many known chunks" in caplog.text
+
+
+# -- beginnings of texts that are cut ---------------------------------------------------------------------------------
+
+PROSE = (
+    "The cache keeps the keys and the values of every chunk. The keys are turned when their place is known, and not "
+    "before; so a chunk may stand anywhere. What it was computed behind is written down beside it."
+)
+
+
+def kept(*texts: str) -> TextsOf:
+    """A store's answer to the question which texts these records are of."""
+    by_record = {record_for(text): text for text in texts}
+    return lambda records: {record: by_record[record] for record in records if record in by_record}
+
+
+def cuts(known: list[str], prompt: str) -> list[str]:
+    parts = ChunkIndex(map(record_for, known)).split(prompt, kept(*known))
+    assert "".join(part if isinstance(part, str) else part.text for part in parts) == prompt
+    return [part.text for part in parts if isinstance(part, CutChunk)]
+
+
+def test_the_beginning_of_a_cut_text_is_found() -> None:
+    index = ChunkIndex([record_for(PROSE)])
+    prompt = f"Context:\n{PROSE[:150]}\n---\nWhy?"
+    assert index.split(prompt) == [prompt]
+    assert index.split(prompt, kept(PROSE)) == [
+        "Context:\n",
+        CutChunk(PROSE[:150].rstrip(), PROSE),
+        prompt[9 + len(PROSE[:150].rstrip()) :],
+    ]
+    assert index.split(prompt, kept()) == [prompt], "nothing is known but that a text begins so"
+    assert index.split(prompt, kept(PROSE[:-1])) == [prompt], "and no other text will do"
+    assert index.split(PROSE, kept(PROSE)) == [Chunk(PROSE)]
+
+
+def test_a_cut_ends_at_a_words_border_and_without_space() -> None:
+    for stop in range(70, len(PROSE)):
+        (cut,) = cuts([PROSE], f"{PROSE[:stop]}\n\nWhy?")
+        assert cut == PROSE[:stop].rstrip()
+        (cut,) = cuts([PROSE], f"{PROSE[:stop]}qq Why?")
+        assert cut == PROSE[:stop].rstrip(ascii_letters).rstrip()
+    letters = "".join(chr(0x4E00 + number) for number in range(200))  # a script without spaces
+    assert cuts([letters], f"{letters[:150]}qq") == [letters[:150]]
+    assert cuts([PROSE], PROSE[:80]) == [PROSE[:80].rstrip()]
+
+
+def test_beginnings_that_are_short_are_left_alone() -> None:
+    assert MIN_CUT_CHARS == 64
+    text = "".join(chr(0x4E00 + number) for number in range(200))
+    assert cuts([text], text[:64] + "?") == [text[:64]]
+    assert cuts([text], text[:63] + "?") == []
+    assert cuts([text], text[1:]) == []
+
+
+def test_of_several_texts_that_begin_alike_the_one_that_agrees_longest_is_taken() -> None:
+    known = [PROSE[:90] + tail for tail in ("; and no more is known.", "; and that is all. ", ". But then?")]
+    index = ChunkIndex(map(record_for, known))
+    parts = index.split(f"{known[1][:-8]}\n\n{known[2][:-3]}\n\nWhy?", kept(*known))
+    assert parts == [CutChunk(known[1][:-9], known[1]), " \n\n", CutChunk(known[2][:-3].rstrip(), known[2]), "\n\nWhy?"]
+
+
+def test_whole_texts_come_first() -> None:
+    parent, other = PROSE, "Another text goes on from there, and stands whole behind the one that was cut."
+    assert cuts([parent, PROSE[:100]], f"{PROSE[:140]} Why?") == []
+    # A cut text ends where a whole one begins.
+    assert cuts([parent, other], f"{PROSE[:100]}{other} Why?") == [PROSE[:96].rstrip()]
+
+
+def test_a_texts_beginning_may_stand_there_again_and_again() -> None:
+    assert cuts([PROSE], f"{PROSE[:90]}\n{PROSE}\n{PROSE[:70]}\n{PROSE[:66]}") == [
+        PROSE[:90].rstrip(),
+        PROSE[:70].rstrip(),
+        PROSE[:66].rstrip(),
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_only_what_a_known_text_begins_with_is_taken(data: st.DataObject) -> None:
+    letters = data.draw(st.sampled_from(["ab", "ab \n", "a\ud800\U0001f600 "]))
+    piece = st.text(alphabet=letters, min_size=20, max_size=90)
+    pieces = data.draw(st.lists(piece, min_size=1, max_size=4))
+    joined = st.lists(st.sampled_from(pieces), min_size=1, max_size=4).map("".join)
+    known = [text for text in data.draw(st.lists(joined, max_size=5)) if is_indexable(text)]
+    part = st.one_of(
+        joined, st.sampled_from([*known, ""]).flatmap(lambda one: st.integers(0, 99).map(lambda n: one[:n]))
+    )
+    prompt = "".join(data.draw(st.lists(part, max_size=6)))
+    index = ChunkIndex(map(record_for, known))
+    parts = index.split(prompt, kept(*known))
+    assert "".join(part if isinstance(part, str) else part.text for part in parts) == prompt
+    assert [part for part in parts if type(part) is Chunk] == [Chunk(prompt[a:b]) for a, b in index.find(prompt)]
+    for part in parts:
+        if isinstance(part, CutChunk):
+            assert part.whole in known
+            assert part.whole.startswith(part.text)
+            assert MIN_CUT_CHARS <= len(part.text) < len(part.whole)
+
+
+def test_thousands_of_texts_that_begin_alike_are_not_all_looked_up() -> None:
+    header = "Licensed under terms that stand at the top of every single file. " * 4
+    known = [
+        f"{header}{number} is the number of this text, and this text is not in the prompt" for number in range(3000)
+    ]
+    asked: list[int] = []
+
+    def texts_of(records: Sequence[bytes]) -> Mapping[bytes, str]:
+        asked.append(len(records))
+        return kept(*known)(records)
+
+    parts = ChunkIndex(map(record_for, known)).split(f"{header}What is new\n" * 50, texts_of)
+    assert sum(isinstance(part, CutChunk) for part in parts) == 50
+    assert len(asked) == 1
+    assert asked[0] <= 128
+
+
+def test_memory() -> None:
+    index = ChunkIndex(record_for(f"{number:06} is the number of this text among the others") for number in range(1000))
+    assert index.n_bytes == 16_000

@@ -225,6 +225,44 @@ def test_reading_notes_is_no_use_of_a_chunk(tmp_path, big):
         assert store.notes(list("abcd")) == {"b": b"b", "c": b"c", "d": b"d"}, "the least recently used one went"
 
 
+def test_notes_are_found_by_their_labels(store, make_chunk):
+    labels = [bytes([number]) * 16 for number in range(3)]
+    for key, note in {
+        "a": labels[0] + b"one",
+        "b": labels[0] + b"two",
+        "c": labels[1],
+        "d": b"",
+        "e": b"short",
+    }.items():
+        store.put(key, make_chunk(1), note=note)
+    assert store.notes_labelled([]) == store.notes_labelled([labels[2], b""]) == {}
+    assert store.notes_labelled(labels[:1]) == {"a": labels[0] + b"one", "b": labels[0] + b"two"}
+    assert store.notes_labelled([*labels, *labels]).keys() == {"a", "b", "c"}
+    assert store.notes_labelled([bytes([n % 256, n // 256]) * 8 for n in range(2000)]).keys() == {"a", "b", "c"}
+    store.delete("a")
+    store.put("c", make_chunk(1), note=labels[2], overwrite=True)
+    assert store.notes_labelled(labels).keys() == {"b", "c"}
+    assert store.notes_labelled(labels[1:2]) == {}
+    assert (store.stats().hits, store.stats().misses) == (0, 0)
+
+
+def test_labels_are_looked_up_and_not_searched_for(store):
+    query = f"EXPLAIN QUERY PLAN SELECT key, value FROM Cache WHERE raw = 1 AND {kvstore._LABEL} IN (?, ?)"
+    plan = " ".join(str(row) for row in store._kv.rows(query, (b"a" * 16, b"b" * 16)))
+    assert "Cache_label" in plan
+    assert "SCAN" not in plan
+
+
+def test_paths_of_what_is_stored(store, make_chunk):
+    store.put("a", make_chunk(1))
+    store.put("b", make_chunk(2))
+    paths = store.paths(["b", "missing", "a"])
+    assert paths.keys() == {"a", "b"}
+    for key, path in paths.items():
+        assert key.encode() in path.read_bytes()
+    assert (store.stats().hits, store.stats().misses) == (0, 0)
+
+
 def test_notes_of_a_closed_store(store):
     store.close()
     with pytest.raises(StoreError, match="closed"):
@@ -566,6 +604,8 @@ def test_records(store):
     assert store.remembered() == [*first, b"y" * 64]
     assert store.remembered_count() == 6
     assert store.remembered_version() != version
+    assert store.remembered(after=version) == [b"y" * 64]
+    assert store.remembered(after=store.remembered_version()) == []
     assert store.remember([]) == 0
     with KVStore(store.directory) as other:
         assert other.remembered() == store.remembered()

@@ -70,6 +70,26 @@ def test_equals_direct_reads_for_any_order_and_repeats(readers, chunks, order, d
         assert torch.equal(value, torch.cat([chunks[chunk][index].value for chunk in order], dim=1).to(dtype))
 
 
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+def test_beginnings_of_payloads(readers, chunks, data, dtype):
+    order = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+    tokens = [data.draw(st.integers(1, chunks[index][0].n_tokens)) for index in order]
+    with LayerLoader([readers[index] for index in order], device="cpu", dtype=dtype, tokens=tokens) as loader:
+        assert loader.n_tokens == sum(tokens)
+        for layer in range(N_LAYERS):
+            key, value = loader.layer(layer)
+            parts = [(chunks[chunk][layer], wanted) for chunk, wanted in zip(order, tokens, strict=True)]
+            assert torch.equal(key, torch.cat([kv.key[:, :wanted] for kv, wanted in parts], dim=1).to(dtype))
+            assert torch.equal(value, torch.cat([kv.value[:, :wanted] for kv, wanted in parts], dim=1).to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [[0], [4], [-1]], ids=str)
+def test_more_tokens_than_there_are(readers, tokens):
+    with pytest.raises(ValueError, match="of a payload of 3"):
+        LayerLoader(readers[:1], device="cpu", dtype=torch.bfloat16, tokens=tokens)
+
+
 def test_payloads_of_different_dtypes_mix(tmp_path, make_chunk):
     with KVStore(tmp_path) as store:
         for dtype in DTYPES:
