@@ -11,20 +11,32 @@ it on the CPU, the consumer's stream waits for it on the device.
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from ragblend.errors import CorruptPayloadError
+from ragblend.errors import CorruptPayloadError, RagBlendError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.store.payload import PayloadReader
+
+PREFETCH_BYTES = 256 << 20
+"""What one prefetch reads at most; more than the page cache spares would only drive out what came first."""
+
+_PREFETCHES = 4  # at work and waiting; a hint that comes late is none
+_READAHEAD_BYTES = 128 << 10  # Linux cuts a longer request off at the device's own limit, without a word
+
+_log = logging.getLogger(__name__)
 
 
 class _Buffers:
@@ -256,3 +268,60 @@ class LayerLoader:
             for target, source in zip(targets, buffers.views(buffers.host, shape, self.n_tokens), strict=True):
                 target.copy_(source, non_blocking=True)
             buffers.copied.record(self._copies)
+
+
+class Prefetcher:
+    """Has files read into the system's page cache before they are needed, from a thread of its own. Thread-safe.
+
+    A hint and nothing more: it makes nobody wait, and whatever goes wrong is logged and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(_PREFETCHES)
+        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragblend-prefetch")  # starts with the first hint
+
+    def start(self, find: Callable[[], Iterable[Path]]) -> Future[int]:
+        """Read the files that `find`, called in the thread, names; until they are more than PREFETCH_BYTES.
+
+        Returns:
+            how many bytes were asked for, in the end; 0 where too many others are waiting, or this is closed.
+        """
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        if self._closed.is_set() or not self._free.acquire(blocking=False):
+            return nothing
+        try:
+            started = self._thread.submit(self._run, find)
+        except RuntimeError:  # closed in between, or the interpreter is on its way out
+            self._free.release()
+            return nothing
+        started.add_done_callback(lambda _: self._free.release())
+        return started
+
+    def close(self) -> None:
+        """Stop as soon as possible, and wait until it has. Idempotent."""
+        self._closed.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, find: Callable[[], Iterable[Path]]) -> int:
+        done = 0
+        try:
+            for path in find():
+                with open(path, "rb", buffering=0) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if done + size > PREFETCH_BYTES:
+                        break
+                    for start in range(0, size, _READAHEAD_BYTES):
+                        if self._closed.is_set():
+                            return done
+                        if hasattr(os, "posix_fadvise"):
+                            os.posix_fadvise(file.fileno(), start, _READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                        else:
+                            file.read(_READAHEAD_BYTES)
+                done += size
+        except (RagBlendError, OSError) as error:
+            _log.warning("chunks were not read ahead: %s", error)
+        except Exception:
+            _log.exception("chunks were not read ahead")
+        return done

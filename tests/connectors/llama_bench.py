@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Recorder(RagBlend):
         super().__init__(*args, **settings)
         self.prompts_ids: list[list[int]] = []
         self.streams: list[AnswerStream] = []
+        self.prefetched: list[Future[int]] = []
 
     def prefill(self, *args: Any, **settings: Any) -> Ready:
         ready = super().prefill(*args, **settings)
@@ -36,6 +38,10 @@ class Recorder(RagBlend):
         stream = super().stream(*args, **settings)
         self.streams.append(stream)
         return stream
+
+    def prefetch(self, texts: Iterable[str]) -> Future[int]:
+        self.prefetched.append(super().prefetch(texts))
+        return self.prefetched[-1]
 
 
 def tiny_llama(tokenizer: Any, window: int = 8192) -> LlamaForCausalLM:

@@ -383,6 +383,23 @@ def test_an_engine_that_does_not_learn_expects_nothing(make_engine: MakeEngine, 
     assert llm.expect(texts[:2]) == 0
 
 
+@pytest.mark.parametrize("learn_retrieved", [False, True])
+def test_the_kv_of_retrieved_chunks_is_read_ahead(engine: Recorder, texts: list[str], learn_retrieved: bool) -> None:
+    llm = RagBlendLLM.from_engine(engine, learn_retrieved=learn_retrieved)
+    engine.ingest(texts[:2])
+    before = engine.store.stats()
+    assert len(_retrieve(texts[:3])) == 3
+    (reading,) = engine.prefetched
+    keys = [engine.stored_variants(text) for text in texts[:2]]
+    sizes = [{path.stat().st_size for path in engine.store.paths(list(each.values())).values()} for each in keys]
+    assert reading.result(10) == sum(min(each) for each in sizes)
+    after = engine.store.stats()
+    assert (after.hits, after.misses, after.chunks) == (before.hits, before.misses, before.chunks)
+    llm.close()
+    _retrieve(texts[:2])
+    assert len(engine.prefetched) == 1
+
+
 def test_listening_keeps_nobody_alive_and_adds_one_handler(make_engine: MakeEngine) -> None:
     engine = make_engine()
     before = len(get_dispatcher().event_handlers)
@@ -401,7 +418,7 @@ def test_what_goes_wrong_while_listening_is_logged_and_stops_nothing(
     engine.store.close()
     with caplog.at_level(logging.WARNING, logger="llama_index.llms.ragblend"):
         assert len(_retrieve(texts[:2])) == 2
-    assert "were not made known" in caplog.text
+    assert "was not taken notice of" in caplog.text
     llm.close()
     caplog.clear()
     node = NodeWithScore(node=TextNode(text=texts[0]))

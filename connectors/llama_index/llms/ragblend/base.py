@@ -221,8 +221,7 @@ class RagBlendLLM(LLM):
         else:
             self._check(engine)
             self._engine = engine
-        if learn_retrieved:
-            listen(self)
+        listen(self)
 
     @classmethod
     def from_engine(cls, engine: RagBlend, **settings: Any) -> Self:
@@ -299,6 +298,17 @@ class RagBlendLLM(LLM):
         stripped = [text.strip() for text in texts]
         unknown = [text for text in stripped if is_indexable(text) and not engine.stored_variants(text)]
         return engine.store.remember(record_for(text) for text in unknown) if unknown else 0
+
+    def retrieved(self, texts: Sequence[str]) -> None:
+        """Take notice of what a retriever returned, which is likely to come in a prompt soon: its KV is read ahead.
+
+        Raises:
+            StoreError: as `expect`, which is done too where `learn_retrieved` says so.
+        """
+        if (engine := self._engine) is not None:
+            engine.prefetch(texts)
+        if self.learn_retrieved:
+            self.expect(texts)
 
     def close(self) -> None:
         """Let go of the model, and close the engine if this LLM opened it: what was missed is learned first."""

@@ -1,4 +1,5 @@
-"""Chunks that are retrieved but were never ingested: they become known before the prompt that holds them comes.
+"""Retrieved chunks, before the prompt that holds them comes: their KV is read ahead, and those never ingested become
+known.
 
 One handler on core's root dispatcher hears every retrieval: query and chat engines, fusion, tools, async. It tells all
 LLMs that are alive, since an event does not say whose question it was: prompts are linked to chunks by their text. An
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -22,16 +23,16 @@ from ragblend.errors import RagBlendError
 
 _log = logging.getLogger(__name__)
 
-_UNKNOWN = "retrieved chunks were not made known; they are computed like any other text"
+_UNHEARD = "a retrieval was not taken notice of; chunks that were never ingested are computed like any other text"
 
 
-class Expecting(Protocol):
+class Listener(Protocol):
     """Something that wants to know texts before they come in a prompt."""
 
-    def expect(self, texts: Iterable[str]) -> int: ...
+    def retrieved(self, texts: Sequence[str]) -> None: ...
 
 
-_listening: WeakValueDictionary[int, Expecting] = WeakValueDictionary()
+_listening: WeakValueDictionary[int, Listener] = WeakValueDictionary()
 _changing = threading.Lock()
 
 
@@ -49,14 +50,15 @@ class RetrievalHandler(BaseEventHandler):
             listeners = list(_listening.values())
         for listener in listeners:
             try:
-                listener.expect(found.node.get_content(metadata_mode=MetadataMode.NONE) for found in event.nodes)
+                texts = [found.node.get_content(metadata_mode=MetadataMode.NONE) for found in event.nodes]
+                listener.retrieved(texts)
             except RagBlendError as error:  # core would swallow it without a word
-                _log.warning("%s: %s", _UNKNOWN, error)
+                _log.warning("%s: %s", _UNHEARD, error)
             except Exception:
-                _log.exception(_UNKNOWN)
+                _log.exception(_UNHEARD)
 
 
-def listen(listener: Expecting) -> None:
+def listen(listener: Listener) -> None:
     """Tell this one what is retrieved from now on, for as long as it is alive."""
     root = get_dispatcher()
     with _changing:
@@ -65,7 +67,7 @@ def listen(listener: Expecting) -> None:
             root.add_event_handler(RetrievalHandler())
 
 
-def stop_listening(listener: Expecting) -> None:
+def stop_listening(listener: Listener) -> None:
     """Tell this one no more."""
     with _changing:
         if _listening.get(id(listener)) is listener:
