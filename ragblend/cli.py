@@ -484,6 +484,43 @@ def leaks(
 
 
 @bench.command()
+def match(
+    chunks: Annotated[int, typer.Option(help="Texts that are known.")] = 100_000,
+    chunk_chars: Annotated[int, typer.Option(help="Characters of a text.")] = 1200,
+    prompt_chars: Annotated[int, typer.Option(help="Characters of a prompt.")] = 16_000,
+    repeats: Annotated[int, typer.Option(help="How often each of ten prompts is searched.")] = 20,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same texts.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What it costs to find the chunks of a prompt by their text: time for a prompt, RAM for the index. Loads no model.
+
+    Example:
+
+    - ragblend bench match --chunks 100000 --prompt-chars 16000
+    """
+    with _reporting(as_json) as say:
+        from ragblend.evaluation.matching import run
+
+        with _bar("making texts") as bar:
+            result = run(
+                chunks=chunks,
+                chunk_chars=chunk_chars,
+                prompt_chars=prompt_chars,
+                repeats=repeats,
+                seed=seed,
+                progress=_counting(bar),
+            )
+        say(
+            result,
+            f"{result['found']} of {result['chunks']} known texts found in a prompt of "
+            f"{result['prompt_chars']} characters\n"
+            f"{result['median_ms']:.2f} ms; {result['cut_median_ms']:.2f} ms where one is cut (medians of "
+            f"{result['searches']})\n"
+            f"{result['index_bytes'] / 1e6:.2f} MB of index",
+        )
+
+
+@bench.command()
 def cases(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL file to write.", show_default=False)],
     limit: Annotated[int, typer.Option(help="Questions to make.")] = 200,
