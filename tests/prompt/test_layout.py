@@ -172,7 +172,9 @@ def test_of_a_cut_chunk_those_tokens_are_taken_that_are_its_own(
         assert layout.ids_of(span).tolist() == whole[: len(span)]
     if stop > 150:
         (span,) = layout.chunks
-        assert len(span) >= len(tokenizer.encode_text(span.text or "")) - 3
+        text = span.text or ""
+        # What the cut can change is the last word, letter by letter at worst.
+        assert len(span) >= len(tokenizer.encode_text(text)) - len(text.split()[-1]) - 1
     # All of the prompt is there, once.
     text = tokenizer.decode(layout.ids.tolist())
     assert text.count("And now?") == tokenizer.decode(lay_out(tokenizer, prompt).ids.tolist()).count("And now?") == 1
