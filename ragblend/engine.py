@@ -1019,10 +1019,11 @@ def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], cho
         # Payloads are read whole: what is known of a chunk's beginning is read again.
         if use.start < known < use.stop:
             known = use.start
-    reused, settled, unlike = (torch.zeros(len(ids), dtype=torch.bool) for _ in range(3))
+    reused, settled, unlike, shallow = (torch.zeros(len(ids), dtype=torch.bool) for _ in range(4))
     for use, choice in hits:
         reused[use.start : use.stop] = True
         settled[use.start : use.stop] = choice.exact
         unlike[use.start : use.stop] = torch.from_numpy(choice.unlike)
+        shallow[use.start : use.stop] = choice.variant in ("alone", "head") and not choice.exact
     chunks = tuple((use.start, use.stop) for use, _ in hits)
-    return Plan(ids, known, reused, settled, chunks, layout.question, unlike)
+    return Plan(ids, known, reused, settled, chunks, layout.question, unlike, shallow)

@@ -79,8 +79,13 @@ class BlendReport:
 
     @property
     def hits(self) -> int:
-        """Chunk spans that were not computed from scratch."""
-        return sum(use.status in ("hit", "cut", "prefix") for use in self.chunks)
+        """Whole chunks that were not computed from scratch."""
+        return sum(use.status in ("hit", "prefix") for use in self.chunks)
+
+    @property
+    def cuts(self) -> int:
+        """Chunks of which only the beginning stands in the prompt, and was not computed from scratch."""
+        return sum(use.status == "cut" for use in self.chunks)
 
     @property
     def misses(self) -> int:
@@ -88,5 +93,5 @@ class BlendReport:
         return sum(use.status in ("miss", "corrupt") for use in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON; hits and misses included."""
-        return {**asdict(self), "hits": self.hits, "misses": self.misses}
+        """Plain types only, for JSON; hits, cuts and misses included."""
+        return {**asdict(self), "hits": self.hits, "cuts": self.cuts, "misses": self.misses}

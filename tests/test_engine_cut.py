@@ -60,11 +60,11 @@ def own_forward(engine: RagBlend, family: str, ready: Ready) -> torch.Tensor:
     return logits[0, -1].float()
 
 
-def test_a_cut_chunk_is_a_hit_of_the_whole_ones_key(engine: RagBlend) -> None:
+def test_a_cut_chunk_is_read_under_the_whole_ones_key(engine: RagBlend) -> None:
     ready = engine.prefill(f"{HEAD}{COPPER}\n\n{FERRY[:120]}\n\n{LIGHTHOUSE[:90]}{QUESTION}")
     report = ready.report
     assert statuses(ready) == ["hit", "cut", "cut"]
-    assert (report.hits, report.misses) == (3, 0)
+    assert (report.hits, report.cuts, report.misses) == (1, 2, 0)
     for use, text in zip(report.chunks, (COPPER, FERRY, LIGHTHOUSE), strict=True):
         assert use.key in engine.stored_variants(text).values()
         ids = engine.prompts.encode_text(text)

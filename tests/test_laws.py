@@ -74,6 +74,7 @@ class Bench:
             chunks=tuple(chunks),
             question=question,
             unlike=torch.zeros(len(ids), dtype=torch.bool),
+            shallow=torch.zeros(len(ids), dtype=torch.bool),
         )
 
     def blend(
@@ -159,7 +160,7 @@ def test_first_chunk_behind_its_own_preamble_is_the_stock_prefix(bench: Bench, f
 
 def ended(plan: Plan, stop: int) -> Plan:
     """The plan of the first `stop` tokens, the last of which is a chunk's."""
-    parts = {name: getattr(plan, name)[:stop] for name in ("ids", "reused", "settled", "unlike")}
+    parts = {name: getattr(plan, name)[:stop] for name in ("ids", "reused", "settled", "unlike", "shallow")}
     return replace(plan, **parts, question=(stop, stop))
 
 

@@ -1,9 +1,9 @@
 """The error budget: how much has to be recomputed for this request, so that the answer stays as close as was asked.
 
 A fixed ratio gives easy requests too much and hard ones too little. What decides is known once the reused tokens are
-scored, before the first layer runs: how much of the question's attention would rest on tokens that are left as they
-are, how much of that on tokens whose role has changed, how many tokens have moved at all (`signals`). Requests of the
-user's own corpus, answered both ways at several ratios (`Samples`), say what divergence follows from that.
+scored, before the first layer runs (`signals`): how many would be left as they are, how many of those were computed
+where little stood before them, on how few the question's attention hangs. Requests of the user's own corpus, answered
+both ways at several ratios (`Samples`), say what divergence follows from that.
 
 A `Budget` then takes the smallest ratio whose predicted divergence, with a margin, is within the bound, and all of them
 where none is: a full prefill. The margin is not a guess. It is the smallest with which, over the sampled requests, the
@@ -37,26 +37,34 @@ RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
 _SIGNALS = 4
 _RIDGE = 1.0
 _FLOOR = 1e-5  # nats: below, divergence is rounding
+_STRONGEST = 0.05  # share of the tokens
 _TRACE = 1e-4  # attention: less is as good as none
+_TRACE_SHARE = 0.05  # of the tokens: so many less are as good as none
 
 
 def signals(scores: Tensor, state: Pass, ratios: Sequence[float]) -> Floats:
     """[ratios, signals]: what the divergence at each ratio is predicted from.
 
-    Logarithms, as the divergence's will be: of the attention that tokens which are left as they are get from the
-    question; of the part of it that falls on tokens whose role as repetitions has changed; of how many they are, and in
-    how many chunks.
+    Logarithms, as the divergence's will be: of the share of tokens that is left as it is; of how many of them were
+    computed at the start of a context and stand deep in one; of the attention from the question that falls on those
+    which were no repetitions and have become some, or the other way round; and of the share of its attention that the
+    strongest tokens get, since an answer that hangs on a few of them suffers most.
 
     Args:
         scores: [tokens] fp32. What is negative counts as 0.
     """
     weight = scores.cpu()[state.kept].clamp(min=0).double().numpy()
-    unlike = state.plan.unlike[state.kept].numpy()
+    unlike, shallow = (mask[state.kept].numpy() for mask in (state.plan.unlike, state.plan.shallow))
     order = np.argsort(-weight, kind="stable")
-    left, left_unlike = (_sums_from(values[order]) for values in (weight, weight * unlike))
+    left_unlike, left_shallow = (_sums_from(values[order]) for values in (weight * unlike, shallow * 1.0))
     taken = np.rint(np.asarray(ratios) * len(weight)).astype(int)
-    chunks = np.full(len(taken), float(len(state.plan.chunks)))
-    columns = [left[taken] + _TRACE, left_unlike[taken] + _TRACE, len(weight) - taken + 1.0, chunks + 1.0]
+    strongest = weight[order[: math.ceil(_STRONGEST * len(weight))]].sum() / max(weight.sum(), _TRACE)
+    columns = [
+        1.0 - np.asarray(ratios) + _TRACE_SHARE,
+        left_shallow[taken] + 1.0,
+        left_unlike[taken] + _TRACE,
+        np.full(len(taken), strongest + _TRACE),
+    ]
     found: Floats = np.log(np.stack(columns, 1))
     return found
 
@@ -107,9 +115,9 @@ class Samples:
         return ratios[at], np.take_along_axis(kl, at[:, None], 1)[:, 0]
 
     def fixed(self, bound: MaxKL) -> float:
-        """The smallest sampled ratio that would keep the bound as often, given to every request alike; else 1."""
-        broken = (self.kl > bound.nats).mean(0)
-        return next((r for r, share in zip(self.ratios, broken, strict=True) if share <= bound.risk), 1.0)
+        """The smallest sampled ratio that could promise the same, given to every request alike; 1 if none can."""
+        risks = ((self.kl > bound.nats).sum(0) + 1) / (len(self) + 1)
+        return next((r for r, risk in zip(self.ratios, risks, strict=True) if risk <= bound.risk), 1.0)
 
     @cached_property
     def _predicted(self) -> Floats:

@@ -51,6 +51,8 @@ class Plan:
     question: (start, stop) of the tokens after the last chunk; may be empty.
     unlike: [tokens] bool; reused positions whose token repeats something before it here and did not where its KV was
         computed, or the other way round (see prompt.repeats).
+    shallow: [tokens] bool; reused positions whose KV was computed with nothing but the head before it, at most, and
+        which stand deeper here.
     """
 
     ids: Tensor
@@ -60,6 +62,7 @@ class Plan:
     chunks: tuple[tuple[int, int], ...]
     question: tuple[int, int]
     unlike: Tensor
+    shallow: Tensor
 
 
 class Selector(Protocol):
@@ -245,4 +248,4 @@ def full_plan(ids: Sequence[int] | Tensor, known: int = 0) -> Plan:
     """A plan that reuses nothing behind `known` exact positions."""
     tokens = torch.as_tensor(ids, dtype=torch.int64)
     nothing = torch.zeros(len(tokens), dtype=torch.bool)
-    return Plan(tokens, known, nothing, nothing, (), (known, len(tokens)), nothing)
+    return Plan(tokens, known, nothing, nothing, (), (known, len(tokens)), nothing, nothing)

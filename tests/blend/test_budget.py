@@ -39,8 +39,8 @@ def samples(count: int, seed: int = 0, **how: float) -> Samples:
     return Samples(QuestionAttention(), RATIOS, *requests(count, seed, **how))
 
 
-def state(kept: list[bool], unlike: list[bool], chunks: int = 2) -> Any:
-    plan = SimpleNamespace(unlike=torch.tensor(unlike), chunks=[(0, 1)] * chunks)
+def state(kept: list[bool], unlike: list[bool], shallow: list[bool]) -> Any:
+    plan = SimpleNamespace(unlike=torch.tensor(unlike), shallow=torch.tensor(shallow))
     return SimpleNamespace(kept=torch.tensor(kept), plan=plan)
 
 
@@ -53,12 +53,19 @@ def chosen(made: Samples, bound: MaxKL, seed: int) -> tuple[Floats, Floats]:
     return np.append(RATIOS, 1.0)[at], np.column_stack([new_kl, np.zeros(400)])[np.arange(400), at]
 
 
-def test_signals_are_what_is_left_as_it_is() -> None:
+def test_signals_are_of_what_is_left_as_it_is() -> None:
+    kept, unlike, shallow = [False, *[True] * 4], [True, False, False, True, False], [True, False, True, False, True]
     scores = torch.tensor([9.0, 0.4, -1.0, 0.2, 0.1])
-    got = signals(scores, state([False, True, True, True, True], [True, False, False, True, False]), [0.0, 0.25, 1.0])
-    left = np.array([0.7, 0.3, 0.0]) + 1e-4
-    changed = np.array([0.2, 0.2, 0.0]) + 1e-4
-    assert got == pytest.approx(np.log(np.stack([left, changed, [5, 4, 1], [3, 3, 3]], 1)))
+    got = np.exp(signals(scores, state(kept, unlike, shallow), [0.0, 0.5, 1.0]))
+    assert got[:, 0] == pytest.approx([1.05, 0.55, 0.05])  # the share that is left
+    assert got[:, 1] == pytest.approx([3.0, 3.0, 1.0])  # 1 + how many of it were computed near a start
+    assert got[:, 2] == pytest.approx([0.2001, 0.0001, 0.0001])  # attention to what has changed its role
+    assert got[:, 3] == pytest.approx([0.4 / 0.7 + 1e-4] * 3)  # the strongest twentieth
+
+
+def test_signals_of_scores_that_are_no_attention_are_finite() -> None:
+    for scores in (torch.full((5,), -torch.inf), torch.zeros(5)):
+        assert np.isfinite(signals(scores, state([True] * 5, [False] * 5, [False] * 5), RATIOS)).all()
 
 
 def test_the_bound_is_kept_as_often_as_promised_at_less_than_a_fixed_ratio() -> None:
