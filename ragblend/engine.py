@@ -245,12 +245,12 @@ class AnswerStream(Iterator[str]):
         text, token_ids: what there is so far.
     """
 
-    def __init__(self, engine: RagBlend, ready: Ready, settings: DecodeSettings) -> None:
+    def __init__(self, engine: RagBlend, ready: Ready, settings: DecodeSettings, *, marks: bool = False) -> None:
         self.report = ready.report
         self.text = ""
         self.token_ids: list[int] = []
         self._engine, self._ready = engine, ready
-        self._steps = engine.steps(ready, settings)
+        self._steps = engine.steps(ready, settings, marks=marks)
         self._sampled = settings.temperature > 0 or settings.repetition_penalty != 1.0
         self._first_s: float | None = None
         self._done = False
@@ -544,24 +544,48 @@ class RagBlend:
         return Answer(stream.text, tuple(stream.token_ids), stream.report)
 
     def stream(
-        self, prompt: Prompt, *, ratio: Ratio | None = None, selector: Selector | None = None, **how: Any
+        self,
+        prompt: Prompt,
+        *,
+        ratio: Ratio | None = None,
+        selector: Selector | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        begin: str = "",
+        **how: Any,
     ) -> AnswerStream:
-        """Like `answer`, piece by piece. The prompt is prefilled before this returns."""
+        """Like `answer`, piece by piece. The prompt is prefilled before this returns.
+
+        Args:
+            tools: definitions of tools that the answer may call; then the marks of calls stay in its text, for
+                `prompt.calls.read_calls`.
+            begin: what the answer is made to begin with (`prompts.begin_call`); it is no part of its text.
+        """
         try:
             settings = DecodeSettings(**how)
         except TypeError as error:
             raise InvalidSettingError(f"{error}; known are {', '.join(DecodeSettings.__annotations__)}") from error
-        ready = self.prefill(prompt, ratio=ratio, selector=selector, max_tokens=settings.max_tokens)
+        ready = self.prefill(
+            prompt, ratio=ratio, selector=selector, max_tokens=settings.max_tokens, tools=tools, begin=begin
+        )
         room = self.decoder.context_window_tokens - len(ready.ids)
-        return AnswerStream(self, ready, replace(settings, max_tokens=min(settings.max_tokens, room)))
+        settings = replace(settings, max_tokens=min(settings.max_tokens, room))
+        return AnswerStream(self, ready, settings, marks=bool(tools))
 
     def prefill(
-        self, prompt: Prompt, *, ratio: Ratio | None = None, selector: Selector | None = None, max_tokens: int = 1
+        self,
+        prompt: Prompt,
+        *,
+        ratio: Ratio | None = None,
+        selector: Selector | None = None,
+        max_tokens: int = 1,
+        tools: Sequence[Mapping[str, Any]] = (),
+        begin: str = "",
     ) -> Ready:
         """Everything up to the first token's logits.
 
         Args:
             max_tokens: how many positions to leave room for behind the prompt.
+            tools, begin: as for `stream`.
 
         Raises:
             EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
@@ -573,7 +597,7 @@ class RagBlend:
         check_selector(selector)
         least = 0.0 if self._guard is None else self._guard.least_ratio
         ratio = 1.0 if least == 1.0 else ratio
-        layout = lay_out(self.prompts, prompt, self._known_texts(), self._texts_of)
+        layout = lay_out(self.prompts, prompt, self._known_texts(), self._texts_of, tools=tools, begin=begin)
         tokens, window = len(layout.ids), self.decoder.context_window_tokens
         if tokens >= window:
             raise ContextWindowError(tokens, max_tokens, window)
@@ -785,8 +809,12 @@ class RagBlend:
         notes = (Note.from_bytes(note) for note in self.store.notes_labelled(list(by_label)).values())
         return {by_label[note.label]: note.text for note in notes if note.label in by_label and note.text}
 
-    def steps(self, ready: Ready, settings: DecodeSettings) -> Generator[Step, None, None]:
-        """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side."""
+    def steps(self, ready: Ready, settings: DecodeSettings, *, marks: bool = False) -> Generator[Step, None, None]:
+        """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side.
+
+        Args:
+            marks: leave the marks of calls of tools in the text.
+        """
         steps = decode(
             self.decoder,
             ready.cache,
@@ -794,7 +822,7 @@ class RagBlend:
             ready.ids,
             settings,
             sorted(self.prompts.stop_ids),
-            self.prompts.decode,
+            partial(self.prompts.decode, marks=marks),
         )
         while True:
             with self._compute:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -62,6 +62,15 @@ class CutChunk(Chunk):
     whole: str
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that an assistant's message makes. arguments: of JSON's types. id: what its result refers to."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(hash=False)
+    id: str = ""
+
+
 @dataclass(frozen=True, init=False)
 class Message:
     """One turn: who speaks, and plain text and chunks in reading order.
@@ -69,6 +78,8 @@ class Message:
     Attributes:
         role: "system", "user", "assistant" or another role that the model's template knows.
         content: the parts, kept as they were given; a single string or Chunk becomes a tuple of one.
+        tool_calls: what an assistant calls.
+        tool_call_id: the call whose result this is, for the role "tool".
 
     Raises:
         InvalidSettingError: the role is not a plain word, or a part is neither a string nor a Chunk.
@@ -76,8 +87,16 @@ class Message:
 
     role: str
     content: tuple[str | Chunk, ...]
+    tool_calls: tuple[ToolCall, ...]
+    tool_call_id: str
 
-    def __init__(self, role: str, content: str | Chunk | Iterable[str | Chunk] = ()) -> None:
+    def __init__(
+        self,
+        role: str,
+        content: str | Chunk | Iterable[str | Chunk] = (),
+        tool_calls: Iterable[ToolCall] = (),
+        tool_call_id: str = "",
+    ) -> None:
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise InvalidSettingError(f"a role is one plain word such as 'user', not {role!r}")
         if not isinstance(content, (str, Chunk, Iterable)):
@@ -88,6 +107,8 @@ class Message:
                 raise InvalidSettingError(f"a message holds text and Chunks, not {type(part).__name__}")
         object.__setattr__(self, "role", role)
         object.__setattr__(self, "content", parts)
+        object.__setattr__(self, "tool_calls", tuple(tool_calls))
+        object.__setattr__(self, "tool_call_id", tool_call_id)
 
 
 def joined_parts(parts: Iterable[str | Chunk]) -> list[str | Chunk]:

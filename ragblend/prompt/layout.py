@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -89,18 +89,29 @@ class Layout:
 
 
 def lay_out(
-    tokenizer: PromptTokenizer, prompt: Prompt, index: ChunkIndex | None = None, texts_of: TextsOf | None = None
+    tokenizer: PromptTokenizer,
+    prompt: Prompt,
+    index: ChunkIndex | None = None,
+    texts_of: TextsOf | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    begin: str = "",
 ) -> Layout:
     """The prompt's ids, cut into spans: chunks that are marked, and chunks that the index knows by their text.
 
     A chunk's ids are the same in every prompt. Marked Chunks are taken as they are; the index searches plain text only,
-    in messages of every role, for whole texts and, where `texts_of` gives those that may be cut, for their beginnings.
-    Of a cut chunk, those tokens are taken that are the chunk's; what its last ones became by the cut is text. A known
-    text that the prompt ends in is not taken: it is what the prompt asks. Chunks without any tokens are left out.
+    in messages of every role and in the texts of tools, for whole texts and, where `texts_of` gives those that may be
+    cut, in messages for their beginnings. Of a cut chunk, those tokens are taken that are the chunk's; what its last
+    ones became by the cut is text. A known text that the prompt ends in is not taken: it is what the prompt asks, unless
+    it is a tool's result. Chunks without any tokens are left out.
+
+    Args:
+        tools: definitions of tools that the answer may call.
+        begin: what the answer begins with, as `PromptTokenizer.begin_call` gives it.
 
     Raises:
         EmptyPromptError: there is nothing but white space in the prompt.
-        InvalidSettingError: the prompt has another type, or the chat template refuses its roles.
+        InvalidSettingError: the prompt has another type, the chat template refuses its roles, or it takes no tools.
         UnsupportedModelError: the model's chat template is broken.
     """
     given = _messages(prompt)
@@ -109,7 +120,8 @@ def lay_out(
         raise EmptyPromptError("the prompt holds no text: give a question, with or without chunks")
     ids: list[int] = []
     spans: list[Span] = []
-    for segment in tokenizer.render(messages):
+    split = None if index is None else index.split
+    for segment in tokenizer.render(messages, tools=tools, begin=begin, split=split):
         start = len(ids)
         ids += tokenizer.encode(segment)
         if len(ids) == start:
@@ -156,18 +168,18 @@ def _searched(message: Message, index: ChunkIndex | None, texts_of: TextsOf | No
     # Joined first: a chunk's text may run over the border of two strings.
     parts = joined_parts(piece for part in message.content for piece in _bare(part))
     if index is None:
-        return Message(message.role, parts)
+        return replace(message, content=tuple(parts))
     found: list[str | Chunk] = []
     for part in parts:
         found += index.split(part, texts_of) if isinstance(part, str) else [part]
     # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
     ends_in_text = parts and isinstance(parts[-1], str) and found
-    if last and ends_in_text:
+    if last and message.role != "tool" and ends_in_text:
         end = len(found) - 1
         while end > 0 and isinstance(found[end], str) and not _text_of(found[end]).strip():
             end -= 1
         found[end:] = ["".join(_text_of(part) for part in found[end:])]
-    return Message(message.role, found)
+    return replace(message, content=tuple(found))
 
 
 def _bare(part: str | Chunk) -> list[str | Chunk]:

@@ -12,23 +12,38 @@ at every place of every prompt.
 A chat template is rendered with a placeholder in place of each message's content and cut there. What a template
 decides by looking *into* content (dropping the reasoning part of an earlier answer, say) is therefore not done; whether
 it trims white space is seen and followed.
+
+Definitions of tools and earlier calls are rendered by the template, too. Their strings stay in its text where they are
+plain words and sentences, so that the model reads what it was trained on; one that could spell a control token, or that
+holds a known chunk, gets a placeholder as well, and is put back in the way the template wrote that (as it is, or with
+JSON's escapes).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from ragblend.errors import InvalidSettingError, MissingDependencyError, UnsupportedModelError
-from ragblend.prompt.chunk import ChatTokenizer, Chunk, CutChunk, Message, backend_of, joined_parts, template_sources
+from ragblend.prompt.calls import MARKS, checked, replaced
+from ragblend.prompt.chunk import (
+    ChatTokenizer,
+    Chunk,
+    CutChunk,
+    Message,
+    ToolCall,
+    backend_of,
+    joined_parts,
+    template_sources,
+)
 
 SegmentKind = Literal["control", "text", "chunk"]
 
@@ -44,9 +59,12 @@ _CONTROL_SHAPE = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # White space that str.strip() removes and no template writes: it shows on which sides a template trims content.
 _PADS = "\u2003\u2002\u2004\u2005\u2007\u2008"
+# Strings of tools and calls that need no placeholder if they hold no control token: none is spelled with these alone.
+_HARMLESS = re.compile(r"""[\w\s.,:;!?'"()/$#*+=%&@-]*""")
 _RESERVED_SETTINGS = {
     "conversation",
     "messages",
+    "tools",
     "chat_template",
     "tokenize",
     "add_generation_prompt",
@@ -68,6 +86,25 @@ class Segment:
     whole: str | None = None
 
 
+class _CallFormat(NamedTuple):
+    """What the template writes before the name of a tool that is called, and between name and arguments."""
+
+    opening: str
+    between: str
+
+
+_PROBE = ToolCall("ragblend_probe", {"x": "y"}, "probe0000")  # some templates want ids of nine characters
+_PROBE_TEXT = "Says what <it> is."
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE.name,
+        "description": _PROBE_TEXT,
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+
+
 class PromptTokenizer:
     """Makes prompts of one model: renders messages and turns each segment into ids. Immutable; any thread may use it.
 
@@ -84,6 +121,8 @@ class PromptTokenizer:
         unk_id: what such a character becomes; None if the vocabulary covers every text.
         bos_ids: what the tokenizer puts before a text by itself; () for many.
         stop_ids: ids that end an answer: EOS, and the token with which the template ends an assistant's turn.
+        mark_ids: those of `control_ids` that calls of tools are recognised by in an answer.
+        has_tools: whether the template renders definitions of tools, calls and their results.
 
     Raises:
         UnsupportedModelError: the tokenizer has no `tokenizers` backend, or has several templates and no default.
@@ -103,17 +142,21 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._chunk_ids = lru_cache(_REMEMBERED_CHUNKS)(lambda text: tuple(self.encode_text(text)))
         self._template = sources.get("default")
+        self._tool_template = sources.get("tool_use", self._template)
         self._settings = dict(template_settings or {})
         if reserved := _RESERVED_SETTINGS & self._settings.keys():
             raise InvalidSettingError(f"template_settings must leave {sorted(reserved)} alone: they are set per prompt")
-        template = self._template or ""
+        template = f"{self._template or ''}{self._tool_template or ''}"
         pads = [pad for pad in _PADS if pad not in template]
         if len(pads) < 2:
             raise UnsupportedModelError("the chat template uses typographic spaces that no known template uses")
         self._left_pad, self._right_pad = pads[:2]  # two kinds, so that neighbours do not claim each other's
         self._open = next(chr(code) for code in _PRIVATE_USE if chr(code) not in template)
         self._close = chr(ord(self._open) + 1)
-        self._placeholder = re.compile(f"({self._left_pad}?){self._open}([0-9]+){self._close}({self._right_pad}?)")
+        # A quotation mark tells a string of a tool from a message, and by its escapes how the template wrote it.
+        self._placeholder = re.compile(
+            rf'({self._left_pad}?){self._open}(\\*"?)([0-9]+){self._close}({self._right_pad}?)'
+        )
 
         added = document["added_tokens"]
         named = {str(token) for token in tokenizer.all_special_tokens if str(token).strip()}
@@ -138,7 +181,10 @@ class PromptTokenizer:
                 f"{self._bos_text!r} as other ids: add its BOS token to the tokenizer's special tokens"
             )
         self._bos_token = str(tokenizer.special_tokens_map.get("bos_token") or "")
+        self.mark_ids = frozenset(int(token["id"]) for token in control if token["content"] in MARKS)
         self.stop_ids: frozenset[int] = self._find_stop_ids()
+        self.has_tools = self._finds_tools()
+        self._call_format = self._find_call_format() if self.has_tools else None
 
     @property
     def has_template(self) -> bool:
@@ -167,12 +213,39 @@ class PromptTokenizer:
             return self.encode_control(segment.text)
         return list(self._chunk_ids(segment.text)) if segment.kind == "chunk" else self.encode_text(segment.text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, marks: bool = False) -> str:
         """Ids to text without control tokens. A leading space stays, so `decode(encode_text(t)) == t` where `t` is
-        unchanged by the tokenizer's normaliser."""
+        unchanged by the tokenizer's normaliser.
+
+        Args:
+            marks: leave the tokens that mark calls of tools in the text.
+        """
+        if marks and not self.mark_ids.isdisjoint(ids):
+            kept = [token for token in ids if token in self.mark_ids or token not in self.control_ids]
+            return self._control.decode(kept)
         return self._content.decode([token for token in ids if token not in self.control_ids])
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[Segment]:
+    def begin_call(self, name: str = "") -> str:
+        """How the template begins an answer that is a call of a tool: of this one, or up to where its name goes.
+
+        Raises:
+            InvalidSettingError: that cannot be told from the template.
+        """
+        if self._call_format is None:
+            raise InvalidSettingError(
+                "the model's chat template does not show how an answer begins that calls a tool: do not require one"
+            )
+        return self._call_format.opening + (name and name + self._call_format.between)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        begin: str = "",
+        split: Callable[[str], list[str | Chunk]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[Segment]:
         """The prompt as segments, in order. Their ids, put together, are the prompt's.
 
         Where the template trims content, the outer ends of a message's plain text are trimmed. A Chunk is never
@@ -184,9 +257,14 @@ class PromptTokenizer:
         If the template refuses or leaves out a system message, the system text goes in front of the first user's, with
         a blank line between.
 
+        Args:
+            tools: definitions, {"type": "function", "function": {"name": ...}}.
+            begin: what the answer begins with, from `begin_call`.
+            split: finds chunks in a text of a tool or call.
+
         Raises:
-            InvalidSettingError: there are no messages; the template refuses these roles (its words are quoted) or
-                leaves a message out.
+            InvalidSettingError: there are no messages; the template refuses these roles (its words are quoted), leaves
+                a message out or does not know of tools.
             UnsupportedModelError: the model's template is broken.
         """
         for message in messages:
@@ -194,18 +272,24 @@ class PromptTokenizer:
                 raise InvalidSettingError(f"render takes Messages, not {type(message).__name__}")
         if not messages:
             raise InvalidSettingError("there are no messages to render")
+        if (tools or any(message.tool_calls for message in messages)) and not self.has_tools:
+            raise InvalidSettingError("the model's chat template renders no tools: ask without, as a ReAct agent does")
         if self._template is None:
             return self._render_plain(messages)
+        defined = checked(tools)
         try:
-            segments = self._render_template(messages, add_generation_prompt)
+            segments = self._render_template(messages, defined, split, add_generation_prompt)
         except InvalidSettingError:
             merged = _system_into_user(messages)
             if merged is None:
                 raise
             try:
-                segments = self._render_template(merged, add_generation_prompt)
+                segments = self._render_template(merged, defined, split, add_generation_prompt)
             except InvalidSettingError as error:
                 raise error from None
+        if begin:
+            before = segments.pop().text if segments[-1].kind == "control" else ""
+            segments.append(Segment("control", before + begin))
         return segments
 
     def head_ids(self, messages_before_chunk: Sequence[Message]) -> tuple[int, ...]:
@@ -287,23 +371,58 @@ class PromptTokenizer:
             segments += parts
         return segments
 
-    def _render_template(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        conversation = [
-            {"role": message.role, "content": f"{self._left_pad}{self._open}{index}{self._close}{self._right_pad}"}
-            for index, message in enumerate(messages)
-        ]
-        skeleton = self._apply_template(conversation, add_generation_prompt)
+    def _render_template(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        split: Callable[[str], list[str | Chunk]] | None,
+        add_generation_prompt: bool,
+    ) -> list[Segment]:
+        strings: list[str] = []  # that got a placeholder
+
+        def placed(text: str) -> str:
+            known = split is not None and any(isinstance(part, Chunk) for part in split(text))
+            if not known and _HARMLESS.fullmatch(text) and self.control_ids.isdisjoint(self.encode_control(text)):
+                return text
+            strings.append(text)
+            return f'{self._open}"{len(strings) - 1}{self._close}'
+
+        called = {call.id: call.name for message in messages for call in message.tool_calls}
+        conversation: list[dict[str, Any]] = []
+        for index, message in enumerate(messages):
+            content = f"{self._left_pad}{self._open}{index}{self._close}{self._right_pad}"
+            turn: dict[str, Any] = {"role": message.role, "content": content}
+            if message.tool_calls:
+                if not joined_parts(message.content):
+                    turn["content"] = ""  # templates leave out what is empty, and the white space around it
+                turn["tool_calls"] = [
+                    {
+                        "type": "function",
+                        "id": placed(call.id),
+                        "function": {"name": placed(call.name), "arguments": replaced(call.arguments, placed)},
+                    }
+                    for call in message.tool_calls
+                ]
+            if message.tool_call_id:
+                turn["tool_call_id"] = placed(message.tool_call_id)
+                turn["name"] = placed(called.get(message.tool_call_id, ""))
+            conversation.append(turn)
+        skeleton = self._apply_template(conversation, replaced(tools, placed), add_generation_prompt)
         while self._bos_token and skeleton.startswith(self._bos_token * 2):
             skeleton = skeleton[len(self._bos_token) :]
         segments: list[Segment] = []
         seen: set[int] = set()
         done = 0
         for found in self._placeholder.finditer(skeleton):
-            index = int(found[2])
+            left, quoted, number, right = found[1], found[2], int(found[3]), found[4]
             if found.start() > done:
                 segments.append(Segment("control", skeleton[done : found.start()]))
-            segments += _content_segments(messages[index], trim_left=not found[1], trim_right=not found[3])
-            seen.add(index)
+            if quoted:
+                text = _escaped(strings[number], quoted)
+                segments += _segments_of(joined_parts([text] if split is None else split(text)))
+            else:
+                segments += _content_segments(messages[number], trim_left=not left, trim_right=not right)
+                seen.add(number)
             done = found.end()
         if done < len(skeleton):
             segments.append(Segment("control", skeleton[done:]))
@@ -315,11 +434,15 @@ class PromptTokenizer:
                 )
         return segments
 
-    def _apply_template(self, conversation: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> str:
+        with_tools = tools or any("tool_calls" in turn for turn in conversation)
         try:
             rendered = self._tokenizer.apply_chat_template(
                 conversation,
-                chat_template=self._template,
+                tools=tools or None,
+                chat_template=self._tool_template if with_tools else self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._settings,
@@ -339,6 +462,35 @@ class PromptTokenizer:
                 "set tokenizer.chat_template to one that takes them"
             ) from error
         return str(rendered)
+
+    def _finds_tools(self) -> bool:
+        """Whether a tool's name and description, a call of it and the call's result come out of the template."""
+        if self._tool_template is None:
+            return False
+        turns = [Message("user", "x"), Message("assistant", (), (_PROBE,)), Message("tool", Chunk("x"), (), _PROBE.id)]
+        try:
+            defined = self._render_template(turns[:1], [_PROBE_TOOL], None, True)
+            called = self._render_template(turns, [_PROBE_TOOL], None, True)
+        except (InvalidSettingError, UnsupportedModelError):
+            return False
+        names = ["".join(s.text for s in segments).count(_PROBE.name) for segments in (defined, called)]
+        return Segment("text", _PROBE_TEXT) in defined and 0 < names[0] < names[1]
+
+    def _find_call_format(self) -> _CallFormat | None:
+        """What stands between the generation prompt and the name in a call, and between name and arguments."""
+        turns = [Message("user", "x"), Message("assistant", (), (_PROBE,))]
+        try:
+            asked, called = (
+                "".join(segment.text for segment in self._render_template(shown, [_PROBE_TOOL], None, generation))
+                for shown, generation in ((turns[:1], True), (turns, False))
+            )
+        except (InvalidSettingError, UnsupportedModelError):
+            return None
+        opening, named, rest = called.removeprefix(asked).partition(_PROBE.name)
+        between, has_arguments, _ = rest.partition(json.dumps(_PROBE.arguments))
+        if not (called.startswith(asked) and named and has_arguments):
+            return None
+        return _CallFormat(opening, between)
 
     def _find_stop_ids(self) -> frozenset[int]:
         eos = self._tokenizer.eos_token_id
@@ -476,6 +628,13 @@ def _content_segments(message: Message, *, trim_left: bool, trim_right: bool) ->
     if trim_right and parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip()
     return list(_segments_of(parts))
+
+
+def _escaped(text: str, quoted: str) -> str:
+    """The text as a template wrote it that made `quoted` of a quotation mark: once or more through JSON, or not."""
+    for _ in range((len(quoted) - 1).bit_length()):  # a mark is one character, then two, four, ...
+        text = json.dumps(text, ensure_ascii=False)[1:-1]
+    return text
 
 
 def _segments_of(parts: Sequence[str | Chunk]) -> Iterator[Segment]:

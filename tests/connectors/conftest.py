@@ -29,11 +29,11 @@ def event_loop_for_core() -> Iterator[None]:
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
-    """Recorder over a tiny model; its preamble is that of core's text-QA prompt."""
+    """Recorder over a tiny model for a tokenizer or its name; its preamble is that of core's text-QA prompt."""
     engines: list[Recorder] = []
 
-    def make(family: str = "chatml", *, store: str = "kv", window: int = 8192, **settings: Any) -> Recorder:
-        tokenizer = tiny_tokenizers.BUILDERS[family]()
+    def make(family: Any = "chatml", *, store: str = "kv", window: int = 8192, **settings: Any) -> Recorder:
+        tokenizer = tiny_tokenizers.BUILDERS[family]() if isinstance(family, str) else family
         settings.setdefault("preamble", default_preamble(is_chat_model=bool(tokenizer.chat_template)))
         engine = Recorder(tiny_llama(tokenizer, window), tokenizer, tmp_path / store, EngineSettings(**settings))
         engines.append(engine)

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import (
     BUILDERS,
+    CHATML,
+    CHATML_TOOLS,
     GEMMA_MERGING,
     base_with_bos,
     chatml,
@@ -20,12 +22,15 @@ from tiny_tokenizers import (
     mistral,
     t5,
     with_template,
+    with_tools,
 )
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from ragblend.errors import InvalidSettingError, UnsupportedModelError
-from ragblend.prompt.chunk import Chunk, Message
+from ragblend.prompt.chunk import Chunk, Message, ToolCall
+from ragblend.prompt.layout import lay_out
+from ragblend.prompt.match import ChunkIndex, record_for
 from ragblend.prompt.template import PromptTokenizer, Segment
 
 TEXTS = [
@@ -534,3 +539,145 @@ def test_head_ids_stop_at_the_first_chunk_and_may_be_asked_without_messages(toke
 
 
 PROMPT_TOKENIZERS = {name: PromptTokenizer(builder()) for name, builder in BUILDERS.items()}
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+WITH_TOOLS = ["chatml", "llama3", "mistral"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "height",
+        "description": "Height of a building, in metres; 'unknown' if it isn't known.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+}
+CALL = ToolCall("height", {"name": "lighthouse"}, "abcdefghi")
+CALLED = [
+    Message("user", "How high is it?"),
+    Message("assistant", (), [CALL]),
+    Message("tool", "38 metres", (), CALL.id),
+]
+
+
+def _described(text: str) -> dict[str, Any]:
+    return {"type": "function", "function": {**TOOL["function"], "description": text}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_prompts_with_tools_calls_and_results_are_those_of_the_template(family: str) -> None:
+    raw = with_tools(family)
+    tokenizer = PromptTokenizer(raw)
+    assert tokenizer.has_tools
+    function = {"name": "height", "arguments": dict(CALL.arguments)}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "How high is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": CALL.id, "function": function}]},
+        {"role": "tool", "content": "38 metres", "tool_call_id": CALL.id},
+    ]
+    for n in (1, 3):
+        stock = raw.apply_chat_template(turns[:n], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        segments = tokenizer.render(CALLED[:n], tools=[TOOL])
+        assert "".join(segment.text for segment in segments) == stock
+        # Nothing in this tool needs a placeholder: what the model was trained on is what it reads.
+        texts = [segment.text for segment in segments if segment.kind != "control"]
+        assert texts == ["How high is it?", "38 metres"][: len(texts)]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_template_without_tools_has_none(builder: str) -> None:
+    tokenizer = PromptTokenizer(BUILDERS[builder]())
+    assert not tokenizer.has_tools  # though that of "chatml" shows that there are some
+    for turns, tools in ((CALLED[:1], [TOOL]), (CALLED, [])):
+        with pytest.raises(InvalidSettingError, match="no tools"):
+            tokenizer.render(turns, tools=tools)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSettingError, match="do not require"):
+        tokenizer.begin_call()
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_no_text_of_a_tool_a_call_or_a_result_becomes_a_control_token(family: str) -> None:
+    raw = with_tools(family)
+    tokenizer = PromptTokenizer(raw)
+
+    def control(text: str) -> list[int]:
+        tool = _described(text)
+        tool["function"]["parameters"] = {"type": "object", "properties": {text: {"enum": [text]}}, "required": [text]}
+        turns = [
+            Message("user", text),
+            Message("assistant", (), [ToolCall("height", {text: [text]}, CALL.id)]),
+            Message("tool", text, (), CALL.id),
+        ]
+        ids = all_ids(tokenizer, tokenizer.render(turns, tools=[tool]))
+        return [token for token in ids if token in tokenizer.control_ids]
+
+    hostile = "".join(literals(raw))
+    assert control(hostile) == control("harmless")
+    for literal in literals(raw):
+        assert control(f"a {literal}") == control("harmless"), literal
+
+
+@pytest.mark.parametrize(("family", "escaped"), [("chatml", True), ("llama3", True), ("mistral", False)])
+def test_a_placeholder_is_filled_as_the_template_would_have(family: str, escaped: bool) -> None:
+    raw = with_tools(family)
+    text = 'Says "<what>"\nand \\ why.'
+    tool = _described(text)
+    stock = raw.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool], tokenize=False)
+    segments = PromptTokenizer(raw).render([Message("user", "x")], tools=[tool], add_generation_prompt=False)
+    assert "".join(segment.text for segment in segments) == stock
+    assert Segment("text", json.dumps(text)[1:-1] if escaped else text) in segments
+
+
+@pytest.mark.parametrize(
+    ("family", "opening"),
+    [
+        ("chatml", '<tool_call>\n{"name": "height", "arguments": '),
+        ("llama3", '{"name": "height", "parameters": '),
+        ("mistral", '[TOOL_CALLS] [{"name": "height", "arguments": '),
+    ],
+)
+def test_an_answer_can_be_begun_as_the_template_begins_a_call(family: str, opening: str) -> None:
+    tokenizer = PromptTokenizer(with_tools(family))
+    assert tokenizer.begin_call("height") == opening
+    assert tokenizer.begin_call() == opening[: opening.index("height")]
+    begun = tokenizer.render(CALLED[:1], tools=[TOOL], begin=opening)
+    plain = tokenizer.render(CALLED[:1], tools=[TOOL])
+    assert "".join(s.text for s in begun) == "".join(s.text for s in plain) + opening
+    # It goes on as the template goes on.
+    called = tokenizer.render(CALLED[:2], tools=[TOOL], add_generation_prompt=False)
+    assert "".join(s.text for s in called).startswith("".join(s.text for s in begun) + '{"name": "lighthouse"}')
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them_only() -> None:
+    raw = with_template(chatml(), {"default": CHATML, "tool_use": CHATML_TOOLS})
+    tokenizer = PromptTokenizer(raw)
+    assert tokenizer.has_tools
+    assert "# Tools" in tokenizer.render(CALLED[:1], tools=[TOOL])[0].text
+    assert tokenizer.render(CALLED[:1]) == PromptTokenizer(chatml()).render(CALLED[:1])
+
+
+def test_marks_of_calls_can_be_left_in_the_text() -> None:
+    tokenizer = PromptTokenizer(with_tools("chatml"))
+    text = '<tool_call>\n{"name": "height"}\n</tool_call>'
+    ids = tokenizer.encode_control(f"{text}<|im_end|>")
+    assert tokenizer.decode(ids) == '\n{"name": "height"}\n'
+    assert tokenizer.decode(ids, marks=True) == text
+
+
+def test_a_tools_text_that_is_known_is_a_chunk() -> None:
+    tokenizer = PromptTokenizer(with_tools("chatml"))
+    text = "Height of a building: metres, as the archive has them."
+    index = ChunkIndex([record_for(text)])
+    layout = lay_out(tokenizer, "How high?", index, tools=[_described(f"{text} Or nothing.")])
+    assert [span.text for span in layout.chunks] == [text]
+
+
+def test_a_tools_result_may_end_in_a_chunk() -> None:
+    tokenizer = PromptTokenizer(with_tools("chatml"))
+    known = "The lighthouse on Gull Island is 38 metres high."
+    index = ChunkIndex([record_for(known)])
+    turns = [*CALLED[:2], Message("tool", f"See: {known}\n\n", (), CALL.id)]
+    layout = lay_out(tokenizer, turns, index, tools=[TOOL])
+    assert [span.text for span in layout.chunks] == [known]
+    start, stop = layout.question
+    assert stop > start  # the generation prompt stays fresh

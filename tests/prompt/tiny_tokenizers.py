@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -27,6 +28,61 @@ CHATML = (
     "{% if tools %}{{ '<tool_call></tool_call>' }}{% endif %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+# Three ways to render tools: in the system turn, in the first user's, in the last user's.
+CHATML_TOOLS = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = 'Be helpful.' %}{% set turns = messages %}{% endif %}"
+    "{{ '<|im_start|>system\n' + system }}"
+    "{% if tools %}{{ '\n\n# Tools\n<tools>' }}{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}"
+    '{{ \'\n</tools>\nAnswer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>\' }}{% endif %}'
+    "{{ '<|im_end|>\n' }}"
+    "{% for message in turns %}{% if message.role == 'tool' %}"
+    "{% if loop.first or turns[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{% if loop.last or turns[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif message.tool_calls %}{{ '<|im_start|>assistant' }}"
+    "{% if message.content %}{{ '\n' + message.content }}{% endif %}"
+    "{% for call in message.tool_calls %}{% set call = call.function %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.name + \'", "arguments": \' }}{{ call.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3_TOOLS = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set role = 'ipython' if message.role == 'tool' else message.role %}"
+    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
+    "{% if 'tool_calls' in message %}"
+    "{% if message.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}"
+    "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' }}{{ call.arguments | tojson }}{{ '}' }}"
+    "{% elif message.role == 'tool' %}{{ message.content | tojson }}"
+    "{% else %}{% if tools and message.role == 'user' and loop.index0 == 0 %}"
+    "{{ 'Answer with a call of a function:\n\n' }}"
+    "{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}{% endif %}"
+    "{{ message.content | trim }}{% endif %}{{ '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL_TOOLS = (
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{{ bos_token }}"
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{% if tools and message == users[-1] %}{{ '[AVAILABLE_TOOLS] [' }}{% for tool in tools %}"
+    '{{ \'{"type": "function", "function": {\' }}{% for key, value in tool.function.items() %}'
+    "{% if value is string %}{{ '\"' + key + '\": \"' + value + '\"' }}"
+    "{% else %}{{ '\"' + key + '\": ' + value | tojson }}{% endif %}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + message.content + '[/INST]' }}"
+    "{% elif message.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for call in message.tool_calls %}"
+    "{{ (call.function | tojson)[:-1] }}"
+    "{% if call.id | length != 9 %}{{ raise_exception('Tool call IDs have length 9!') }}{% endif %}"
+    "{{ ', \"id\": \"' + call.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ ']' + eos_token }}"
+    "{% elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}"
+    "{% elif message.role == 'tool' %}{{ '[TOOL_RESULTS] {\"content\": ' + message.content | string }}"
+    "{{ ', \"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ raise_exception('Only user, assistant and tool roles are supported!') }}{% endif %}{% endfor %}"
 )
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}"
@@ -229,11 +285,25 @@ def base_with_bos() -> PreTrainedTokenizerFast:
     )
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast, template: object) -> PreTrainedTokenizerFast:
-    """The same tokenizer with another chat template."""
+def with_template(
+    tokenizer: PreTrainedTokenizerFast, template: object, specials: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """The same tokenizer with another chat template, and more special tokens."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(list(specials))
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
+
+
+def with_tools(family: str) -> PreTrainedTokenizerFast:
+    """chatml, llama3 or mistral, with a template that renders tools."""
+    if family == "mistral":
+        marks = ("AVAILABLE_TOOLS", "TOOL_RESULTS")
+        specials = ["[TOOL_CALLS]", *(f"[{slash}{mark}]" for mark in marks for slash in ("", "/"))]
+        return with_template(mistral(), MISTRAL_TOOLS, specials)
+    return with_template(
+        {"chatml": chatml, "llama3": llama3}[family](), {"chatml": CHATML_TOOLS, "llama3": LLAMA3_TOOLS}[family]
+    )
 
 
 BUILDERS = {builder.__name__: builder for builder in (chatml, llama3, mistral, llama2, gemma, t5, base_with_bos)}

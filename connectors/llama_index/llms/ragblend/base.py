@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as core_messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -34,11 +35,13 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import LLM, ToolSelection
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import TokenAsyncGen, TokenGen
-from llama_index.llms.ragblend import huggingface
+from llama_index.llms.ragblend import huggingface, tools
 from llama_index.llms.ragblend.conversation import conversation, flattened, joined_contexts
 from llama_index.llms.ragblend.counting import count_with
 from llama_index.llms.ragblend.opening import ENGINE_SETTINGS, FORMATTING, Opening, check_formatting
@@ -49,7 +52,7 @@ from ragblend.engine import AnswerStream, IngestReport, RagBlend, Ratio, check_r
 from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import DEFAULT_MODEL, Model
-from ragblend.prompt.chunk import Message
+from ragblend.prompt.chunk import Message, ToolCall
 from ragblend.prompt.match import is_indexable, record_for
 from ragblend.quality import MaxKL
 from ragblend.report import BlendReport
@@ -64,17 +67,21 @@ _STAY_BEHIND = frozenset({"callback_manager", "rate_limiter"})
 
 
 class _Piece(NamedTuple):
-    """The answer so far, what is new in it, and with the last piece what the answer took."""
+    """The answer so far, what is new in it, and with the last piece what the answer took and which tools it calls."""
 
     text: str
     delta: str
     raw: dict[str, Any] | None
+    calls: tuple[ToolCall, ...] = ()
 
 
-class RagBlendLLM(LLM):
+class RagBlendLLM(FunctionCallingLLM):
     """A local LLM that starts to answer sooner when the prompt holds chunks whose KV is stored.
 
     The model, the store and the engine are opened here, so that what is wrong with them shows here.
+
+    It calls functions where the model's chat template renders tools, as `metadata.is_function_calling_model` says.
+    Where that is False, core asks about tools in ReAct's way.
 
     Args:
         model: a local folder, a GGUF file, a hub id, or (model, tokenizer). None: the default model.
@@ -91,6 +98,8 @@ class RagBlendLLM(LLM):
         context_window: pack prompts to fewer tokens than the model takes.
         system_prompt: goes before every prompt that is not a conversation already.
         is_chat_model: whether core formats chat prompts for this LLM; None: if the model has a chat template.
+        is_function_calling_model: whether core calls functions through this LLM; None: if the model's template renders
+            tools and core formats chat prompts.
         stopping_ids: tokens that end an answer. Those of the model do so anyway; others are refused: use `stop`.
         set_tokenizer: let LlamaIndex count tokens with this model's tokenizer (`Settings.tokenizer`), unless the user
             set one. False leaves that setting alone.
@@ -120,6 +129,9 @@ class RagBlendLLM(LLM):
     selector: Any = Field(description="Which tokens those are.", exclude=True)
     context_window: int | None = Field(description="Fewer tokens than the model's own window.")
     is_chat_model: bool | None = Field(description="Whether core formats chat prompts; None: as the model has it.")
+    is_function_calling_model: bool | None = Field(
+        description="Whether core calls functions; None: as the model has it."
+    )
     stopping_ids: tuple[int, ...] = Field(description="Tokens that end an answer.", exclude=True)
     set_tokenizer: bool = Field(description="Let core count with this model's tokenizer.")
     learn_retrieved: bool = Field(description="Find and learn retrieved chunks that were never ingested.")
@@ -150,6 +162,7 @@ class RagBlendLLM(LLM):
         context_window: int | None = None,
         system_prompt: str | None = None,
         is_chat_model: bool | None = None,
+        is_function_calling_model: bool | None = None,
         stopping_ids: Sequence[int] | None = None,
         set_tokenizer: bool = True,
         learn_retrieved: bool = True,
@@ -209,6 +222,7 @@ class RagBlendLLM(LLM):
             "context_window": chosen["context_window"],
             "system_prompt": system_prompt or None,
             "is_chat_model": is_chat_model,
+            "is_function_calling_model": is_function_calling_model,
             "stopping_ids": tuple(chosen["stopping_ids"] or ()),
             "set_tokenizer": set_tokenizer,
             "learn_retrieved": learn_retrieved,
@@ -244,8 +258,8 @@ class RagBlendLLM(LLM):
             context_window=window,
             # Core takes this off the window before it packs a prompt. An answer ends where the window does anyway.
             num_output=max(1, min(self.max_tokens, window // 4)),
-            is_chat_model=engine.prompts.has_template if self.is_chat_model is None else self.is_chat_model,
-            is_function_calling_model=False,
+            is_chat_model=self._chats(engine),
+            is_function_calling_model=self._calls_functions(engine),
             model_name=self.model_name,
         )
 
@@ -337,21 +351,38 @@ class RagBlendLLM(LLM):
                 f"tokens {others} do not end an answer of this model ({sorted(engine.prompts.stop_ids)} do): "
                 "give their text as stop="
             )
-        chat = engine.prompts.has_template if self.is_chat_model is None else self.is_chat_model
-        check_formatting(engine, chat, **self._formatting())
+        check_formatting(engine, self._chats(engine), **self._formatting())
+        if self.is_function_calling_model and not engine.prompts.has_tools:
+            raise InvalidSettingError(
+                "is_function_calling_model=True needs a model whose chat template renders tools: leave it out, and "
+                "core asks about tools in ReAct's way"
+            )
         if self.set_tokenizer:
             count_with(engine.prompts)
+
+    def _chats(self, engine: RagBlend) -> bool:
+        return engine.prompts.has_template if self.is_chat_model is None else self.is_chat_model
+
+    def _calls_functions(self, engine: RagBlend) -> bool:
+        if self.is_function_calling_model is not None:
+            return self.is_function_calling_model
+        # A function of the user's that makes one text of all messages knows nothing of calls and results.
+        as_messages = self.messages_to_prompt in (None, core_messages_to_prompt)
+        return engine.prompts.has_tools and self._chats(engine) and as_messages
 
     def _formatting(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in FORMATTING}
 
     # -- the one way to an answer -------------------------------------------------------------------------------------
 
-    def _open(self, prompt: Sequence[Message], settings: dict[str, Any]) -> AnswerStream:
+    def _open(
+        self, prompt: Sequence[Message], settings: dict[str, Any], offer: tools.Offer | None = None
+    ) -> AnswerStream:
         """Prefill the prompt; the answer's pieces are still to be computed.
 
         Args:
             settings: of this call; None stands for the LLM's own.
+            offer: tools that the answer may call.
 
         Raises:
             EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
@@ -360,38 +391,49 @@ class RagBlendLLM(LLM):
             raise InvalidSettingError(f"a call takes {', '.join(_PER_CALL)}; not {', '.join(unknown)}")
         chosen = {name: getattr(self, name) if settings.get(name) is None else settings[name] for name in _PER_CALL}
         chosen["stop"] = _stops(chosen["stop"])
+        if offer is not None:
+            chosen |= {"tools": offer.tools, "begin": offer.begin}
         return self.engine.stream(prompt, **chosen)
 
-    def _pieces(self, stream: AnswerStream) -> Generator[_Piece, None, None]:
-        """The answer piece by piece; at least one, and the last one has `raw`. Closing it stops the computing."""
+    def _pieces(self, stream: AnswerStream, offer: tools.Offer | None = None) -> Generator[_Piece, None, None]:
+        """The answer piece by piece; at least one, and the last one has `raw`. Closing it stops the computing.
+
+        Calls of tools are no text: what may become one is held back until the answer is complete.
+        """
+        given = ""
         try:
-            for delta in stream:
+            for _ in stream:
                 if stream.report.finish_reason:
                     break
-                yield _Piece(stream.text, delta, None)
-            else:
-                delta = ""  # it ended with a token that shows nothing, such as the end of the turn
-            yield _Piece(stream.text, delta, _raw(stream))
+                text = stream.text if offer is None else offer.certain(stream.text)
+                if len(text) > len(given):
+                    yield _Piece(text, text[len(given) :], None)
+                    given = text
+            text, calls = (stream.text, ()) if offer is None else offer.read(stream.text)
+            yield _Piece(text, text[len(given) :], _raw(stream), calls)
         finally:
             stream.close()
             self._last_report = stream.report
 
-    async def _apieces(self, prompt: Sequence[Message], settings: dict[str, Any]) -> AsyncGenerator[_Piece, None]:
+    async def _apieces(
+        self, prompt: Sequence[Message], settings: dict[str, Any], offer: tools.Offer | None = None
+    ) -> AsyncGenerator[_Piece, None]:
         """`_open` and `_pieces` in a thread of their own; the prompt is prefilled when this returns."""
         # One thread for the whole answer: a step that is under way when the caller is cancelled cannot be interrupted,
         # and what closes the stream has to queue behind it.
         worker = ThreadPoolExecutor(1, thread_name_prefix="ragblend-answer")
-        opening = worker.submit(self._open, prompt, settings)
+        opening = worker.submit(self._open, prompt, settings, offer)
         try:
             stream = await asyncio.wrap_future(opening)
         except BaseException:
             opening.add_done_callback(_close_opened)
             worker.shutdown(wait=False)
             raise
-        return self._drain(worker, stream)
+        return self._drain(worker, self._pieces(stream, offer))
 
-    async def _drain(self, worker: ThreadPoolExecutor, stream: AnswerStream) -> AsyncGenerator[_Piece, None]:
-        pieces = self._pieces(stream)
+    async def _drain(
+        self, worker: ThreadPoolExecutor, pieces: Generator[_Piece, None, None]
+    ) -> AsyncGenerator[_Piece, None]:
         try:
             while (piece := await asyncio.wrap_future(worker.submit(next, pieces, None))) is not None:
                 yield piece
@@ -412,8 +454,12 @@ class RagBlendLLM(LLM):
             return [Message("user", self._extend_prompt(prompt))]
         return [*([Message("system", self.system_prompt)] if self.system_prompt else []), Message("user", prompt)]
 
-    def _several(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        return conversation(messages, self.messages_to_prompt)
+    def _several(
+        self, messages: Sequence[ChatMessage], settings: dict[str, Any]
+    ) -> tuple[list[Message], dict[str, Any], tools.Offer | None]:
+        """A conversation, the settings for its answer, and the tools among them."""
+        offer, left = tools.taken(settings, self.engine.prompts)
+        return conversation(messages, self.messages_to_prompt), left, offer
 
     # -- the ways to ask ----------------------------------------------------------------------------------------------
 
@@ -434,11 +480,13 @@ class RagBlendLLM(LLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(_last(self._pieces(self._open(self._several(messages), kwargs))))
+        prompt, settings, offer = self._several(messages, kwargs)
+        return _chat(_last(self._pieces(self._open(prompt, settings, offer), offer)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        pieces = self._pieces(self._open(self._several(messages), kwargs))
+        prompt, settings, offer = self._several(messages, kwargs)
+        pieces = self._pieces(self._open(prompt, settings, offer), offer)
 
         def responses() -> ChatResponseGen:
             with contextlib.closing(pieces):
@@ -464,11 +512,11 @@ class RagBlendLLM(LLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await _alast(await self._apieces(self._several(messages), kwargs)))
+        return _chat(await _alast(await self._apieces(*self._several(messages, kwargs))))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        pieces = await self._apieces(self._several(messages), kwargs)
+        pieces = await self._apieces(*self._several(messages, kwargs))
 
         async def responses() -> ChatResponseAsyncGen:
             async with contextlib.aclosing(pieces):
@@ -476,6 +524,46 @@ class RagBlendLLM(LLM):
                     yield _chat(piece, delta=piece.delta)
 
         return responses()
+
+    # -- tools --------------------------------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = list(chat_history or ())
+        if user_msg is not None:
+            asked = (
+                user_msg if isinstance(user_msg, ChatMessage) else ChatMessage(role=MessageRole.USER, content=user_msg)
+            )
+            messages.append(asked)
+        return {
+            **kwargs,
+            "messages": messages,
+            # The limit that is skipped is one of OpenAI's.
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_required": tool_required,
+            "allow_parallel_tool_calls": allow_parallel_tool_calls,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls that an answer makes.
+
+        Raises:
+            ValueError: it makes none, and that is an error.
+        """
+        calls = tools.calls_of(response.message)
+        if not calls and error_on_no_tool_call:
+            raise ValueError(f"the model called no tool, and said: {response.message.content or ''!r:.200}")
+        return [ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments)) for call in calls]
 
     # -- prompt templates -------------------------------------------------------------------------------------------
 
@@ -549,8 +637,7 @@ def _completion(piece: _Piece, delta: str | None = None) -> CompletionResponse:
 
 
 def _chat(piece: _Piece, delta: str | None = None) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=piece.text)
-    return ChatResponse(message=message, delta=delta, raw=piece.raw)
+    return ChatResponse(message=tools.answer(piece.text, piece.calls), delta=delta, raw=piece.raw)
 
 
 def _name_of(model: Model | RagBlend) -> str:

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as core_messages_to_prompt
-from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock, ToolCallBlock
 from llama_index.core.llms.llm import MessagesToPromptType
+from llama_index.llms.ragblend.tools import calls_of
 
 from ragblend.errors import InvalidSettingError
 from ragblend.prompt.chunk import Chunk, Message
@@ -49,7 +50,7 @@ def conversation(
     given = list(messages)
     for message in given:
         for block in message.blocks:
-            if not isinstance(block, (TextBlock, CachePoint)):
+            if not isinstance(block, (TextBlock, CachePoint, ToolCallBlock)):
                 raise InvalidSettingError(
                     f"RagBlendLLM reads text, and this message holds a {type(block).__name__}: send its text instead"
                 )
@@ -63,7 +64,8 @@ def conversation(
             # Core puts an LLM's system prompt before that of a template, and many models' templates take one only.
             taken[0] = Message(role, (*taken[0].content, MESSAGE_SEPARATOR, *parts))
         else:
-            taken.append(Message(role, parts))
+            result_of = message.additional_kwargs.get("tool_call_id") if role == "tool" else None
+            taken.append(Message(role, parts, calls_of(message), str(result_of or "")))
     return taken
 
 
@@ -118,7 +120,7 @@ def _segments(message: ChatMessage, *, last: bool) -> list[tuple[int, int]]:
         if isinstance(block, TextBlock):
             stop = at + len(block.text)
             at = stop + len(_BETWEEN_BLOCKS)
-        elif start < stop:
+        elif isinstance(block, CachePoint) and start < stop:
             ranges.append((start, stop))
             start = at
     asks_in_a_range = last and ranges and ranges[-1][1] >= len((message.content or "").rstrip())
