@@ -4,7 +4,7 @@ RagBlendError
 +-- InvalidSettingError (also ValueError)   a setting outside its range: ratio, temperature, sizes
 +-- NotCalibratedError                      a bound on the divergence was asked for, and nothing says what keeps it
 +-- EmptyPromptError (also ValueError)      nothing to answer
-+-- ContextWindowError (also ValueError)    prompt + answer do not fit the model; raised before any compute
++-- ContextWindowError                      prompt + answer do not fit the model; raised before any compute
 +-- ModelError
 |   +-- ModelNotFoundError                  no such folder, hub id, GGUF file or installed package
 |   +-- UnsupportedModelError               not a RoPE decoder this engine can drive exactly; says why
@@ -37,8 +37,10 @@ class EmptyPromptError(RagBlendError, ValueError):
     """The prompt holds no text."""
 
 
-class ContextWindowError(RagBlendError, ValueError):
+class ContextWindowError(RagBlendError):
     """The prompt does not fit the model's context window.
+
+    No ValueError: LlamaIndex's refining synthesizers log those and answer "Empty Response".
 
     Attributes:
         prompt_tokens: tokens in the prompt.

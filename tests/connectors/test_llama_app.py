@@ -10,12 +10,14 @@ import torch
 from llama_bench import MakeEngine, Recorder
 from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
+from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from llama_index.node_parser.ragblend import KVPrefill
 
+from ragblend.errors import ContextWindowError
 from ragblend.prompt.chunk import Message
 
 QUESTION = "Who has the documents that say why?"
@@ -91,6 +93,25 @@ def test_streaming_and_async_queries_answer_alike(llm: RagBlendLLM, settings: An
     assert str(asyncio.run(index.as_query_engine(similarity_top_k=3).aquery(QUESTION))) == plain
     assert llm.last_report is not None
     assert llm.last_report.hits == 3
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate", "simple_summarize"])
+def test_a_prompt_too_long_raises_in_every_mode_instead_of_an_empty_answer(
+    make_engine: MakeEngine, settings: Any, texts: list[str], mode: str
+) -> None:
+    llm = RagBlendLLM.from_engine(make_engine(window=384), max_tokens=4)
+    # Core packs prompts for another model's window, and its refining modes catch every ValueError.
+    settings.prompt_helper = PromptHelper(context_window=8192, num_output=4)
+    index = app(settings, llm, documents([" ".join(texts)] * 2), prefill=False)
+    how: dict[str, Any] = {"similarity_top_k": 2, "response_mode": mode}
+    with pytest.raises(ContextWindowError) as caught:
+        index.as_query_engine(**how).query(QUESTION)
+    assert caught.value.prompt_tokens > caught.value.context_window_tokens == 384
+    with pytest.raises(ContextWindowError):
+        asyncio.run(index.as_query_engine(**how, use_async=True).aquery(QUESTION))
+    if mode in ("compact", "refine"):  # as far as core asks before somebody reads
+        with pytest.raises(ContextWindowError):
+            list(index.as_query_engine(**how, streaming=True).query(QUESTION).response_gen)  # type: ignore[union-attr]
 
 
 def test_a_chat_engine_hits_in_the_system_message(llm: RagBlendLLM, settings: Any, texts: list[str]) -> None:
