@@ -45,6 +45,27 @@ def test_llamaindex_app(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("embedding_model")
+def test_knowledge_base(tiny_model: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "bridge.md").write_text("# Bridge\n\nThe Old Harbour Bridge was designed by Mira Solheim in 1931.\n")
+    (docs / "mill.txt").write_text("The bakery in Mill Lane opens at six, and closes when the bread is sold.\n")
+    asked = (docs, "Who designed the bridge?", tiny_model, tmp_path / "store")
+    out = run("knowledge_base.py", *asked)
+    assert "2 documents new or changed, 0 as before, 0 gone" in out
+    assert "bridge.md" in out
+    assert "2 of 2 chunks reused" in out
+    (docs / "mill.txt").unlink()
+    assert "0 documents new or changed, 1 as before, 1 gone" in run("knowledge_base.py", *asked)
+
+
+def test_from_huggingface(tiny_model: Path, tmp_path: Path) -> None:
+    first, second = (run("from_huggingface.py", tiny_model, RAGBLEND_CACHE=str(tmp_path)) for _ in range(2))
+    assert "0 of 2 chunks reused" in first
+    assert "2 of 2 chunks reused" in second
+
+
+@pytest.mark.usefixtures("embedding_model")
 def test_demo(tiny_model: Path, tmp_path: Path) -> None:
     out = run("demo.py", tmp_path / "store", RAGBLEND_MODEL=str(tiny_model))
     assert out.count("8 of 8 chunks reused") == 15
