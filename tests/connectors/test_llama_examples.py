@@ -42,6 +42,18 @@ def test_react_agent(tmp_path: Path, settings: Any, capsys: pytest.CaptureFixtur
     assert "2 of 2 chunks reused in the last prompt" in out
 
 
+@pytest.mark.usefixtures("settings")
+def test_from_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RAGBLEND_CACHE", str(tmp_path))
+    tokenizer = tiny_tokenizers.chatml()
+    tiny_llama(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    main = example("from_huggingface.py")["main"]
+    for hits in (0, 2):
+        main(str(tmp_path / "model"))
+        assert f"{hits} of 2 chunks reused" in capsys.readouterr().out
+
+
 @pytest.fixture
 def notes_engine(make_engine: MakeEngine) -> Recorder:
     return make_engine(preamble="Answer from these notes.\n\n")
