@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import llama_index
 import pytest
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.schema import TransformComponent
 from llama_index.llms.ragblend import RagBlendLLM
 from llama_index.node_parser.ragblend import KVPrefill
 
 ROOT = Path(__file__).parents[2]
+LEAVES = ("llms", "node_parser", "response_synthesizers", "vector_stores")
 
 
 def test_no_init_file_above_the_leaf_packages() -> None:
@@ -54,8 +60,57 @@ def test_the_leaf_packages_export_what_they_say_and_are_typed(module: str, names
 
 def test_bases_and_class_names() -> None:
     assert BaseLLM.__name__ in [base.__name__ for base in RagBlendLLM.__mro__]
+    assert (
+        FunctionCallingLLM in RagBlendLLM.__mro__
+    )  # core looks for the class in some places, and for the flag in others
     # Its async methods block the event loop, and its chat is counted twice.
     assert not issubclass(RagBlendLLM, CustomLLM)
     assert RagBlendLLM.class_name() == "RagBlendLLM"
     assert TransformComponent.__name__ in [base.__name__ for base in KVPrefill.__mro__]
     assert KVPrefill.class_name() == "KVPrefill"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked, as an installer would have it."""
+    pytest.importorskip("hatchling", reason="wheels are built with hatchling, which ragblend[dev] brings")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("*.whl")
+    zipfile.ZipFile(built).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_holds_all_sources_and_no_stray_init_file(wheel: Path) -> None:
+    held = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
+    sources = [
+        path.relative_to(root)
+        for root, package in ((ROOT, "ragblend"), (ROOT / "connectors", "llama_index"))
+        for path in (root / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    ]
+    assert {str(path) for path in sources} <= held
+    assert {path.split("/")[0] for path in held if ".dist-info" not in path} == {"ragblend", "llama_index"}
+    inits = {path for path in held if path.startswith("llama_index/") and path.endswith("__init__.py")}
+    assert inits == {f"llama_index/{leaf}/ragblend/__init__.py" for leaf in LEAVES}
+
+
+def test_the_wheels_packages_are_found_beside_core_and_its_neighbours(wheel: Path, tmp_path: Path) -> None:
+    modules = ["ragblend.engine", *(f"llama_index.{leaf}.ragblend" for leaf in LEAVES)]
+    program = (
+        "import importlib, llama_index.core, llama_index.embeddings.huggingface\n"
+        f"for name in {modules}: print(importlib.import_module(name).__file__)\n"
+        "from llama_index.core.vector_stores import SimpleVectorStore\n"
+        "from llama_index.core.node_parser import SentenceSplitter\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [Path(file).is_relative_to(wheel) for file in done.stdout.splitlines()] == [True] * len(modules)
