@@ -6,7 +6,7 @@ What the tiny random model answers is dictated to its last layer, token by token
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from llama_index.llms.ragblend import RagBlendLLM
 from test_llama_coverage import Dictation, WordEmbedding
 from tiny_tokenizers import with_tools
 
+from ragblend.blend.selectors import FirstTokens
 from ragblend.errors import InvalidSettingError
 from ragblend.prompt.chunk import Message
 
@@ -267,6 +268,46 @@ def test_wrong_choices_are_refused_and_none_means_none(
     named = {"type": "function", "function": {"name": "height"}}
     llm.chat(user(), tools=[definition(tool)], tool_choice=named, max_tokens=1)
     assert engine.prompts.decode(engine.prompts_ids[-1]).endswith('"name": "height", "arguments": ')
+
+
+def test_settings_of_one_call_hold_beside_tools(
+    llm: RagBlendLLM, engine: Recorder, tool: FunctionTool, ask: Ask, texts: list[str]
+) -> None:
+    engine.ingest(texts[:1])
+    tool.metadata.description = texts[0]
+    last = ask(llm, [tool], max_tokens=3, ratio=0.5, selector=FirstTokens(), temperature=1.5, seed=1)[-1]
+    assert last.raw is not None
+    assert last.raw["usage"]["completion_tokens"] == 3
+    assert (last.raw["ragblend"]["ratio"], last.raw["ragblend"]["selector"]) == (0.5, repr(FirstTokens()))
+    with pytest.raises(InvalidSettingError, match="temprature"):
+        ask(llm, [tool], temprature=1.5)
+
+
+@pytest.mark.parametrize("way", ["achat_with_tools", "astream_chat_with_tools"])
+def test_cancelling_stops_the_compute_while_a_call_is_held_back(
+    llm: RagBlendLLM, engine: Recorder, dictate: Dictate, tool: FunctionTool, way: str
+) -> None:
+    dictate(engine, CALL.replace("lighthouse", "lighthouse " * 300))
+
+    async def consume() -> None:
+        answer = await getattr(llm, way)([tool], user_msg="How high is it?", max_tokens=5000)
+        if isinstance(answer, AsyncIterator):
+            async for _ in answer:
+                pass
+
+    async def run() -> None:
+        task = asyncio.create_task(consume())
+        while not (engine.streams and len(engine.streams[-1].token_ids) > 2):
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while not engine.streams[-1].report.finish_reason:
+            await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    assert engine.streams[-1].report.finish_reason == "cancelled"
+    assert len(engine.streams[-1].token_ids) < 300
 
 
 # -- history and retrieved text ---------------------------------------------------------------------------------------

@@ -330,10 +330,10 @@ def test_close_frees_the_model(opened: Open, texts: list[str]) -> None:
     assert llm.complete(f"{texts[0]}\n\n{texts[3]}\n\n{QUESTION}").text is not None
     list(llm.stream_complete(QUESTION))
     asyncio.run(llm.acomplete(QUESTION))
-    model = weakref.ref(llm.engine.decoder.model)
+    model, engine = weakref.ref(llm.engine.decoder.model), weakref.ref(llm.engine)
     llm.close()
     gc.collect()
-    assert model() is None
+    assert (model(), engine()) == (None, None)
     assert llm.last_report is not None
     with pytest.raises(InvalidSettingError, match="closed"):
         llm.complete(QUESTION)

@@ -74,6 +74,10 @@ class _Piece(NamedTuple):
     raw: dict[str, Any] | None
     calls: tuple[ToolCall, ...] = ()
 
+    @property
+    def says_something(self) -> bool:
+        return bool(self.delta) or self.raw is not None
+
 
 class RagBlendLLM(FunctionCallingLLM):
     """A local LLM that starts to answer sooner when the prompt holds chunks whose KV is stored.
@@ -398,7 +402,8 @@ class RagBlendLLM(FunctionCallingLLM):
     def _pieces(self, stream: AnswerStream, offer: tools.Offer | None = None) -> Generator[_Piece, None, None]:
         """The answer piece by piece; at least one, and the last one has `raw`. Closing it stops the computing.
 
-        Calls of tools are no text: what may become one is held back until the answer is complete.
+        Calls of tools are no text: what may become one is held back until the answer is complete. Meanwhile pieces say
+        nothing new, so that whoever wants to stop has a turn.
         """
         given = ""
         try:
@@ -406,9 +411,8 @@ class RagBlendLLM(FunctionCallingLLM):
                 if stream.report.finish_reason:
                     break
                 text = stream.text if offer is None else offer.certain(stream.text)
-                if len(text) > len(given):
-                    yield _Piece(text, text[len(given) :], None)
-                    given = text
+                yield _Piece(text, text[len(given) :], None)
+                given = text
             text, calls = (stream.text, ()) if offer is None else offer.read(stream.text)
             yield _Piece(text, text[len(given) :], _raw(stream), calls)
         finally:
@@ -436,7 +440,8 @@ class RagBlendLLM(FunctionCallingLLM):
     ) -> AsyncGenerator[_Piece, None]:
         try:
             while (piece := await asyncio.wrap_future(worker.submit(next, pieces, None))) is not None:
-                yield piece
+                if piece.says_something:
+                    yield piece
         finally:
             worker.submit(pieces.close)
             worker.shutdown(wait=False)
@@ -491,7 +496,8 @@ class RagBlendLLM(FunctionCallingLLM):
         def responses() -> ChatResponseGen:
             with contextlib.closing(pieces):
                 for piece in pieces:
-                    yield _chat(piece, delta=piece.delta)
+                    if piece.says_something:
+                        yield _chat(piece, delta=piece.delta)
 
         return responses()
 
