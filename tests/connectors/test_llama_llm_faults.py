@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -307,6 +307,30 @@ def test_a_lazy_llm_shows_what_is_wrong_on_first_use(opened: Open, tmp_path: Pat
     wrong = opened(context_window=9999, lazy=True)
     with pytest.raises(InvalidSettingError, match="2048"):
         wrong.complete(QUESTION)
+
+
+@pytest.mark.parametrize("name", ["acomplete", "achat", "astream_complete", "astream_chat"])
+def test_a_lazy_llm_loads_its_model_beside_the_event_loop(folder: Path, tmp_path: Path, name: str) -> None:
+    threads: list[threading.Thread] = []
+
+    class Noting(RagBlendLLM):
+        def _opened(self, *args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return super()._opened(*args)
+
+    llm = Noting(folder, store=tmp_path / "kv", dtype="float32", max_tokens=2, lazy=True)
+    asked: Any = [ChatMessage(role=MessageRole.USER, content=QUESTION)] if "chat" in name else QUESTION
+
+    async def run() -> None:
+        answer = await getattr(llm, name)(asked)
+        if isinstance(answer, AsyncIterator):
+            async for _ in answer:
+                pass
+
+    asyncio.run(run())
+    llm.close()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_many_threads_that_come_first_open_one_engine(opened: Open) -> None:

@@ -79,6 +79,13 @@ class _Piece(NamedTuple):
         return bool(self.delta) or self.raw is not None
 
 
+class _Opened(NamedTuple):
+    """An answer whose prompt is prefilled, and the tools it may call."""
+
+    stream: AnswerStream
+    offer: tools.Offer | None = None
+
+
 class RagBlendLLM(FunctionCallingLLM):
     """A local LLM that starts to answer sooner when the prompt holds chunks whose KV is stored.
 
@@ -267,6 +274,12 @@ class RagBlendLLM(FunctionCallingLLM):
             model_name=self.model_name,
         )
 
+    def to_payload(self) -> dict[str, Any]:
+        """What events say of this LLM. Before its model is loaded that is its name: events do not wait for loading."""
+        if self._engine is None:
+            return {"class_name": self.class_name(), "model_name": self.model_name}
+        return super().to_payload()
+
     @property
     def engine(self) -> RagBlend:
         """The engine that answers; `KVPrefill(llm=...)` fills its store. Opened here if it was not yet.
@@ -419,21 +432,19 @@ class RagBlendLLM(FunctionCallingLLM):
             stream.close()
             self._last_report = stream.report
 
-    async def _apieces(
-        self, prompt: Sequence[Message], settings: dict[str, Any], offer: tools.Offer | None = None
-    ) -> AsyncGenerator[_Piece, None]:
-        """`_open` and `_pieces` in a thread of their own; the prompt is prefilled when this returns."""
+    async def _apieces(self, ask: Callable[[], _Opened]) -> AsyncGenerator[_Piece, None]:
+        """`ask` and `_pieces` in a thread of their own; the prompt is prefilled when this returns."""
         # One thread for the whole answer: a step that is under way when the caller is cancelled cannot be interrupted,
         # and what closes the stream has to queue behind it.
         worker = ThreadPoolExecutor(1, thread_name_prefix="ragblend-answer")
-        opening = worker.submit(self._open, prompt, settings, offer)
+        opening = worker.submit(ask)
         try:
-            stream = await asyncio.wrap_future(opening)
+            opened = await asyncio.wrap_future(opening)
         except BaseException:
             opening.add_done_callback(_close_opened)
             worker.shutdown(wait=False)
             raise
-        return self._drain(worker, self._pieces(stream, offer))
+        return self._drain(worker, self._pieces(*opened))
 
     async def _drain(
         self, worker: ThreadPoolExecutor, pieces: Generator[_Piece, None, None]
@@ -459,22 +470,22 @@ class RagBlendLLM(FunctionCallingLLM):
             return [Message("user", self._extend_prompt(prompt))]
         return [*([Message("system", self.system_prompt)] if self.system_prompt else []), Message("user", prompt)]
 
-    def _several(
-        self, messages: Sequence[ChatMessage], settings: dict[str, Any]
-    ) -> tuple[list[Message], dict[str, Any], tools.Offer | None]:
-        """A conversation, the settings for its answer, and the tools among them."""
+    def _ask(self, prompt: str, formatted: bool, settings: dict[str, Any]) -> _Opened:
+        return _Opened(self._open(self._one(prompt, formatted), settings))
+
+    def _ask_chat(self, messages: Sequence[ChatMessage], settings: dict[str, Any]) -> _Opened:
         offer, left = tools.taken(settings, self.engine.prompts)
-        return conversation(messages, self.messages_to_prompt), left, offer
+        return _Opened(self._open(conversation(messages, self.messages_to_prompt), left, offer), offer)
 
     # -- the ways to ask ----------------------------------------------------------------------------------------------
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(_last(self._pieces(self._open(self._one(prompt, formatted), kwargs))))
+        return _completion(_last(self._pieces(*self._ask(prompt, formatted, kwargs))))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        pieces = self._pieces(self._open(self._one(prompt, formatted), kwargs))
+        pieces = self._pieces(*self._ask(prompt, formatted, kwargs))
 
         def responses() -> CompletionResponseGen:
             with contextlib.closing(pieces):
@@ -485,13 +496,11 @@ class RagBlendLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        prompt, settings, offer = self._several(messages, kwargs)
-        return _chat(_last(self._pieces(self._open(prompt, settings, offer), offer)))
+        return _chat(_last(self._pieces(*self._ask_chat(messages, kwargs))))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        prompt, settings, offer = self._several(messages, kwargs)
-        pieces = self._pieces(self._open(prompt, settings, offer), offer)
+        pieces = self._pieces(*self._ask_chat(messages, kwargs))
 
         def responses() -> ChatResponseGen:
             with contextlib.closing(pieces):
@@ -503,11 +512,11 @@ class RagBlendLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(await _alast(await self._apieces(self._one(prompt, formatted), kwargs)))
+        return _completion(await _alast(await self._apieces(partial(self._ask, prompt, formatted, kwargs))))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        pieces = await self._apieces(self._one(prompt, formatted), kwargs)
+        pieces = await self._apieces(partial(self._ask, prompt, formatted, kwargs))
 
         async def responses() -> CompletionResponseAsyncGen:
             async with contextlib.aclosing(pieces):
@@ -518,11 +527,11 @@ class RagBlendLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await _alast(await self._apieces(*self._several(messages, kwargs))))
+        return _chat(await _alast(await self._apieces(partial(self._ask_chat, messages, kwargs))))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        pieces = await self._apieces(*self._several(messages, kwargs))
+        pieces = await self._apieces(partial(self._ask_chat, messages, kwargs))
 
         async def responses() -> ChatResponseAsyncGen:
             async with contextlib.aclosing(pieces):
@@ -653,9 +662,9 @@ def _name_of(model: Model | RagBlend) -> str:
     return getattr(loaded, "name_or_path", "") or type(loaded).__name__
 
 
-def _close_opened(opening: Future[AnswerStream]) -> None:
+def _close_opened(opening: Future[_Opened]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        opening.result().stream.close()
 
 
 _DEFAULTS = {name: it.default for name, it in inspect.signature(RagBlendLLM.__init__).parameters.items()} | {
