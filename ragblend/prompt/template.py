@@ -233,7 +233,8 @@ class PromptTokenizer:
         """
         if self._call_format is None:
             raise InvalidSettingError(
-                "the model's chat template does not show how an answer begins that calls a tool: do not require one"
+                "the model's chat template does not show how an answer begins that calls a tool: do not require one "
+                "(for structured answers, core asks in text where the LLM says is_function_calling_model=False)"
             )
         return self._call_format.opening + (name and name + self._call_format.between)
 

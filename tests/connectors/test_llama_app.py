@@ -184,4 +184,5 @@ def test_the_real_model_in_a_real_app(smollm2: RagBlendLLM, settings: Any, texts
     )
     assert "".join(streaming.response_gen) == str(response)
     assert smollm2.metadata.is_chat_model
+    assert not smollm2.metadata.is_function_calling_model  # as the README says
     assert smollm2.metadata.context_window == 8192

@@ -22,7 +22,7 @@ from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool
 from llama_index.llms.ragblend import RagBlendLLM
 from test_llama_coverage import Dictation, WordEmbedding
-from tiny_tokenizers import with_tools
+from tiny_tokenizers import CHATML_TOOLS, chatml, with_template, with_tools
 
 from ragblend.blend.selectors import FirstTokens
 from ragblend.errors import InvalidSettingError
@@ -252,6 +252,17 @@ def test_a_required_call_is_begun_for_the_model(
     dictate(engine, "No.")
     broken = ask(llm, [tool], tool_choice="required")[-1]
     assert broken.message.content == '<tool_call>\n{"name": "height", "arguments": No.'
+
+
+def test_a_required_call_that_cannot_be_begun_is_refused(make_engine: MakeEngine, tool: FunctionTool) -> None:
+    thinking = CHATML_TOOLS.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    assert thinking != CHATML_TOOLS
+    engine = make_engine(with_template(chatml(), thinking), store="thinking")
+    llm = RagBlendLLM.from_engine(engine, max_tokens=2)
+    assert llm.metadata.is_function_calling_model
+    assert llm.chat_with_tools([tool], user_msg="How high is it?").message is not None
+    with pytest.raises(InvalidSettingError, match=r"do not require.*is_function_calling_model=False"):
+        llm.chat_with_tools([tool], user_msg="How high is it?", tool_required=True)
 
 
 def test_wrong_choices_are_refused_and_none_means_none(
