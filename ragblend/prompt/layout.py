@@ -102,8 +102,8 @@ def lay_out(
     A chunk's ids are the same in every prompt. Marked Chunks are taken as they are; the index searches plain text only,
     in messages of every role and in the texts of tools, for whole texts and, where `texts_of` gives those that may be
     cut, in messages for their beginnings. Of a cut chunk, those tokens are taken that are the chunk's; what its last
-    ones became by the cut is text. A known text that the prompt ends in is not taken: it is what the prompt asks, unless
-    it is a tool's result. Chunks without any tokens are left out.
+    ones became by the cut is text. A known text that the prompt ends in is not taken: it is what the prompt asks, if
+    that is no tool's result. Chunks without any tokens are left out.
 
     Args:
         tools: definitions of tools that the answer may call.
