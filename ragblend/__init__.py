@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ragblend.engine import Answer as Answer
     from ragblend.engine import RagBlend as RagBlend
     from ragblend.errors import RagBlendError as RagBlendError
+    from ragblend.kb import KnowledgeBase as KnowledgeBase
     from ragblend.model.generate import DecodeSettings as DecodeSettings
     from ragblend.prompt.chunk import Chunk as Chunk
     from ragblend.prompt.chunk import Message as Message
@@ -40,6 +41,7 @@ _HOMES = {
     "DecodeSettings": "ragblend.model.generate",
     "FirstTokens": "ragblend.blend.selectors",
     "HKVD": "ragblend.blend.selectors",
+    "KnowledgeBase": "ragblend.kb",
     "MaxKL": "ragblend.quality",
     "Message": "ragblend.prompt.chunk",
     "QuestionAttention": "ragblend.blend.selectors",

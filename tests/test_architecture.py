@@ -124,7 +124,7 @@ def test_nothing_shadows_llama_index(folder: str) -> None:
     [
         "import ragblend",
         "import ragblend.store.kvstore",
-        "import ragblend.kb",
+        "from ragblend import KnowledgeBase",
         "import ragblend.cli",
         "import ragblend.prompt.layout, ragblend.prompt.template, ragblend.prompt.match",
     ],

@@ -2,11 +2,16 @@
 
 files.py      paths -> documents, through LlamaIndex's readers
 embedder.py   texts -> vectors, with sentence-transformers
+models.py     the models, loaded when they are needed
 index.py      documents, chunks and vectors on disk: SQLite is the truth, the FAISS file is made from it
-knowledge.py  KnowledgeBase: keeps index and KV store in step, asks and answers
+corpus.py     which texts stand beside a chunk
+ingestion.py  one ingest: brings index and KV store to where the documents are
+knowledge.py  KnowledgeBase: ingests, asks and answers
 retriever.py  LlamaIndex's view of the index
+reports.py    what is said of all that
 """
 
-from ragblend.kb.knowledge import IngestSummary, KnowledgeBase, KnowledgeBaseStats, Reply, Verification
+from ragblend.kb.knowledge import KnowledgeBase
+from ragblend.kb.reports import IngestSummary, KnowledgeBaseStats, Reply, Verification
 
 __all__ = ["IngestSummary", "KnowledgeBase", "KnowledgeBaseStats", "Reply", "Verification"]

@@ -93,13 +93,13 @@ def bare(note: bytes) -> bytes:
 def agree(kb: KnowledgeBase) -> bool:
     """Whether store and index tell the same of every chunk: its keys, and what each is behind."""
     for document in kb.index.digests():
-        for chunk in kb.index.chunks_of(document, kb._model_signature):
+        for chunk in kb.index.chunks_of(document, kb.models.signature):
             stored = kb.engine.stored_variants(chunk.text)
             assert set(stored.values()) == set(chunk.kv_keys)
             notes = kb.store.notes(list(stored.values()))
             expected = {note_behind(kb, chunk.text, other) for other in stands_behind(kb, chunk.text)}
             assert {bare(notes[key]) for name, key in stored.items() if name not in ("head", "filler")} <= expected
-    return kb.verify().ok and not kb.index.stale_chunks(kb._model_signature)
+    return kb.verify().ok and not kb.index.stale_chunks(kb.models.signature)
 
 
 def test_a_chunk_stands_behind_the_closest_other_text(kb: KnowledgeBase) -> None:
@@ -140,7 +140,7 @@ def test_chunks_that_overlap_are_stored_behind_each_other_too(kb: KnowledgeBase)
     assert done.refreshed >= 1
     assert "copy" not in kb.engine.stored_variants(first)
     assert agree(kb)
-    noted = kb.index.kv_keys(kb._model_signature)
+    noted = kb.index.kv_keys(kb.models.signature)
     assert kb.store.keys() == noted, "the KV of variants that nobody has any more is freed"
 
 
@@ -172,7 +172,7 @@ def test_equal_texts_share_their_kv_and_what_it_is_behind(kb: KnowledgeBase) -> 
     assert changed.refreshed >= 1
     assert agree(kb)
     kb.ingest_texts({"a": MOON})
-    assert BRIDGE in [c.text for c in kb.index.chunks_of("rockets and cats", kb._model_signature)]
+    assert BRIDGE in [c.text for c in kb.index.chunks_of("rockets and cats", kb.models.signature)]
     assert agree(kb)
 
 
@@ -321,7 +321,7 @@ def test_prune_forgets_what_is_gone_and_refreshes_what_stood_behind_it(
     assert counts["documents"] == counts["indexed_chunks"] == 3
     with KnowledgeBase(tmp_path / "store", model=str(tiny_model)) as kb:
         assert kb.index.stale_keys() == []
-        assert kb.store.keys() == [key for key in before if key in kb.index.kv_keys(kb._model_signature)]
+        assert kb.store.keys() == [key for key in before if key in kb.index.kv_keys(kb.models.signature)]
     assert cli("verify").code == 0
     found = cli("query", "Which bridge?", "--top-k", "9", "--max-tokens", "1", "--json").json["sources"]
     assert GRANITE not in {source["text"] for source in found}

@@ -16,6 +16,7 @@ from command_line import RUN, Cli
 from ragblend.errors import ContextWindowError, InvalidSettingError
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.index import DocumentIndex, NewChunk
+from ragblend.kb.ingestion import Ingestion
 
 needs_embedding = pytest.mark.usefixtures("embedding_model")
 LONG_QUESTION = "Who designed the bridge and why? " * 1500
@@ -167,11 +168,11 @@ def test_chunks_larger_than_the_model_are_refused_before_any_work(cli: Cli, docu
 
 @needs_embedding
 def test_a_document_that_does_not_fit_costs_no_other(kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    def picky(text: str) -> None:
+    def picky(self: Ingestion, text: str) -> None:
         if "long" in text:
             raise ContextWindowError(5000, 0, 4096)
 
-    monkeypatch.setattr(kb, "_check_fits", picky)
+    monkeypatch.setattr(Ingestion, "_check_fits", picky)
     done = kb.ingest_texts({"a": "first", "b": "too long", "c": "third"})
     assert done.documents == 2
     assert [skip.path for skip in done.skipped] == ["b"]

@@ -1,0 +1,245 @@
+"""One ingest: which documents are new, their chunks, vectors and KV, and one commit to the index for each.
+
+Chunks are prefilled behind their neighbours, the closest chunks of the corpus, so all vectors come first. A document
+enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the document it was
+at, and finds the KV of that document's chunks when it comes back. KV that stands behind a text that has gone from the
+corpus is deleted, and those chunks are prefilled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Container, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ragblend.errors import ContextWindowError, InvalidSettingError
+from ragblend.kb.corpus import Corpus, SplitDocument
+from ragblend.kb.files import (
+    Part,
+    Skipped,
+    UnreadableError,
+    content_digest,
+    printable,
+    read_file,
+    readable,
+)
+from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk, StoredChunk
+from ragblend.kb.models import Models
+from ragblend.kb.reports import IngestSummary
+from ragblend.store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ragblend.engine import IngestReport
+
+Progress = Callable[[str, float, int], None]
+"""Called with (document at work, documents done with its fraction, documents in all)."""
+
+
+class Document(NamedTuple):
+    """digest: of its content; raises UnreadableError. read: its text; raises UnreadableError."""
+
+    name: str
+    digest: Callable[[], str]
+    read: Callable[[], list[Part]]
+
+
+def file_document(path: Path) -> Document:
+    return Document(printable(str(path)), lambda: content_digest(path), lambda: read_file(path))
+
+
+def text_document(name: str, text: str) -> Document:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
+    return Document(printable(name), lambda: digest, lambda: [Part(text, {})])
+
+
+class Ingestion:
+    """Brings an index and a KV store to where the documents are."""
+
+    def __init__(self, index: DocumentIndex, store: KVStore, models: Models, chunk_tokens: int) -> None:
+        self._index, self._store, self._models, self._chunk_tokens = index, store, models, chunk_tokens
+
+    def run(
+        self,
+        documents: Sequence[Document],
+        skipped: list[Skipped],
+        vanished: Sequence[str],
+        progress: Progress | None,
+    ) -> IngestSummary:
+        """Work on what is new or changed.
+
+        Args:
+            skipped: what was skipped before; what is skipped here is added.
+            vanished: names of documents to forget.
+        """
+        started = time.perf_counter()
+        reports: list[IngestReport] = []
+        refreshed: list[IngestReport] = []
+        chunks = 0
+        try:
+            for name in vanished:
+                self._free(self._index.remove(name))
+            unchanged, new = self._read(documents, skipped, progress)
+            corpus = Corpus(self._index, new)
+            done = len(documents) - len(unchanged) - len(new)  # those that were skipped
+            for n, split in enumerate(new, done):
+                reports.append(self._prefill_new(split, corpus, _fraction(progress, split.name, n, len(documents))))
+                chunks += len(split.pieces)
+            for n, name in enumerate(unchanged, done + len(new)):
+                reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
+            # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served. The
+            # index knows it as stale until it is prefilled anew, by the next run with this model if this one is killed.
+            self._free(self._index.stale_keys())
+            for name, stale in self._index.stale_chunks(self._models.signature).items():
+                at_work = _fraction(progress, name, len(documents), len(documents))
+                refreshed += self._prefill_lacking(name, corpus, at_work, stale)
+        finally:
+            self._index.save()
+        if progress is not None:
+            progress("", len(documents), len(documents))
+        everything = [*reports, *refreshed]
+        return IngestSummary(
+            documents=len(new),
+            unchanged=len(unchanged),
+            chunks=chunks,
+            computed=sum(r.computed for r in reports),
+            already_stored=sum(r.already_stored for r in reports),
+            tokens=sum(r.tokens for r in everything),
+            bytes=sum(r.bytes for r in everything),
+            seconds=time.perf_counter() - started,
+            skipped=tuple(skipped),
+            refreshed=sum(r.computed for r in refreshed),
+            pruned=len(vanished),
+        )
+
+    def _read(
+        self, documents: Sequence[Document], skipped: list[Skipped], progress: Progress | None
+    ) -> tuple[list[str], list[SplitDocument]]:
+        """Names of unchanged documents, and new ones in chunks with their vectors."""
+        known = self._index.digests()
+        unchanged: list[str] = []
+        new: dict[str, SplitDocument] = {}
+        for document in documents:
+            _fraction(progress, document.name, 0, len(documents))(0.0)
+            try:
+                digest = f"{document.digest()}-{self._chunk_tokens}"
+                if known.get(document.name) == digest:
+                    unchanged.append(document.name)
+                    continue
+                pieces = self._split(document.read())
+                for piece in pieces:
+                    self._check_fits(piece.text)
+            except (UnreadableError, ContextWindowError) as error:
+                skipped.append(Skipped(document.name, readable(str(error))))
+                continue
+            if not pieces:
+                skipped.append(Skipped(document.name, "no text in it"))
+                continue
+            title = Path(document.name).stem  # says what the whole document is about, which a chunk alone may not
+            vectors = self._models.embedder.embed([f"{title}\n\n{piece.text}" for piece in pieces])
+            new[document.name] = SplitDocument(document.name, digest, pieces, vectors)
+        return unchanged, list(new.values())
+
+    def _split(self, parts: Sequence[Part]) -> list[Part]:
+        from llama_index.core.node_parser import SentenceSplitter
+
+        window, before = self._models.engine.decoder.context_window_tokens, len(self._models.engine.preamble_ids)
+        if self._chunk_tokens > window - before:
+            raise InvalidSettingError(
+                f"chunk_tokens is {self._chunk_tokens}, but a chunk of this model can have {window - before} at most: "
+                f"its context window holds {window} tokens, and {before} stand before every chunk; choose less"
+            )
+        # No overlap: sentences are kept whole as it is, and every token that is in two chunks is prefilled and
+        # stored twice.
+        splitter = SentenceSplitter(
+            chunk_size=self._chunk_tokens,
+            chunk_overlap=0,
+            paragraph_separator="\n\n",
+            tokenizer=lambda text: list(self._models.engine.prompts.encode_text(text)),
+        )
+        pieces = [
+            Part(text.strip(), part.metadata) for part in parts for text in splitter.split_text(readable(part.text))
+        ]
+        return [piece for piece in pieces if piece.text]
+
+    def _check_fits(self, text: str) -> None:
+        """Raises ContextWindowError where a chunk is too long for the model, which a splitter cannot always prevent."""
+        engine = self._models.engine
+        tokens = len(engine.preamble_ids) + len(engine.prompts.encode_text(text))
+        if tokens > engine.decoder.context_window_tokens:
+            raise ContextWindowError(tokens, 0, engine.decoder.context_window_tokens)
+
+    def _prefill_new(self, split: SplitDocument, corpus: Corpus, at_work: Callable[[float], None]) -> IngestReport:
+        texts = [piece.text for piece in split.pieces]
+        report, kv = self._prefill(texts, split.vectors, corpus, at_work)
+        chunks = [
+            NewChunk(piece.text, piece.metadata, vector, entries)
+            for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
+        ]
+        unreferenced = self._index.replace(
+            split.name, split.digest, chunks, model=self._models.signature, embedding_model=self._models.embedding_name
+        )
+        self._free(unreferenced)
+        return report
+
+    def _prefill(
+        self, texts: Sequence[str], vectors: np.ndarray, corpus: Corpus, at_work: Callable[[float], None]
+    ) -> tuple[IngestReport, list[list[KVEntry]]]:
+        """Prefill texts behind their neighbours; what was done, and the stored variants of each."""
+        neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+        # One more step than texts: the commit is still to come.
+        report = self._models.engine.ingest(
+            texts, neighbours=neighbours, progress=lambda count: at_work(count / (len(texts) + 1))
+        )
+        kv: list[list[KVEntry]] = [[] for _ in texts]
+        for entry in report.entries:
+            behind = None if entry.neighbour is None else neighbours[entry.text][entry.neighbour]
+            kv[entry.text].append(KVEntry(entry.key, behind))
+        # A run that was killed may have left variants that no chunk has: nobody would notice when they become stale.
+        for text, entries in zip(texts, kv, strict=True):
+            strays = set(self._models.engine.stored_variants(text).values()).difference(key for key, _ in entries)
+            self._free([key for key in sorted(strays) if not self._index.refers_to(key)])
+        return report, kv
+
+    def _prefill_lacking(
+        self, document: str, corpus: Corpus, at_work: Callable[[float], None], stale: Container[int] = ()
+    ) -> list[IngestReport]:
+        """Prefill what an unchanged document lacks for this model: another one did it, or the KV is gone since.
+
+        Args:
+            stale: ids of chunks that lack theirs in any case.
+        """
+        chunks = self._index.chunks_of(document, self._models.signature)
+        lacking = [n for n, chunk in enumerate(chunks) if chunk.id in stale or not self._has_kv(chunk)]
+        if not lacking:
+            return []
+        vectors = self._index.vectors_of(document)[lacking]
+        report, kv = self._prefill([chunks[n].text for n in lacking], vectors, corpus, at_work)
+        noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
+        self._free(self._index.note_kv(noted, model=self._models.signature))
+        return [report]
+
+    def _has_kv(self, chunk: StoredChunk) -> bool:
+        # In a store that is too small for everything, putting back what was evicted would evict the rest, each time.
+        # A chunk that is asked about is learned then.
+        return bool(chunk.kv_keys) and (self._evicts or all(key in self._store for key in chunk.kv_keys))
+
+    def _free(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete(key)
+
+    @cached_property
+    def _evicts(self) -> bool:
+        return self._store.stats().evictions > 0
+
+
+def _fraction(progress: Progress | None, name: str, done: int, documents: int) -> Callable[[float], None]:
+    def at_work(fraction: float) -> None:
+        if progress is not None:
+            progress(name, done + fraction, documents)
+
+    return at_work

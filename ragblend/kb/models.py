@@ -1,0 +1,64 @@
+"""The two models of a knowledge base, each loaded when it is first needed."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.kb.embedder import Embedder
+from ragblend.kb.files import printable
+from ragblend.store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    from llama_index.llms.ragblend import RagBlendLLM
+
+    from ragblend.engine import RagBlend
+
+
+class Models:
+    """Who answers, and who makes the vectors.
+
+    Attributes:
+        embedding_name: under which the index records what its vectors were made with.
+    """
+
+    def __init__(self, store: KVStore, model: str | Path | None, embedding_name: str) -> None:
+        self.embedding_name = embedding_name
+        self._store, self._model = store, model
+        self._loading = threading.RLock()
+        self._llm: RagBlendLLM | None = None
+
+    @property
+    def engine(self) -> RagBlend:
+        """The engine, behind the preamble that LlamaIndex's prompts really have; the model is loaded on first use."""
+        with self._loading:
+            if self._llm is None:
+                from llama_index.llms.ragblend import RagBlendLLM
+
+                chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
+                self._llm = RagBlendLLM(store=self._store, **chosen)
+            return self._llm.engine
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        return Embedder(self.embedding_name)
+
+    @cached_property
+    def signature(self) -> str:
+        """Names the model in the index without loading it. The real identity is in the KV's keys; a wrong guess here
+        costs a look-up or a miss."""
+        path = Path(self._model or "").expanduser()
+        if self._model is None or not path.exists():
+            return printable(str(self._model or ""))
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+        return f"{printable(str(path.resolve()))}#{hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
+
+    def close(self) -> None:
+        """Let go of them. Closing twice is fine."""
+        with self._loading:
+            if self._llm is not None:
+                self._llm.close()
