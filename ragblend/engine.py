@@ -849,7 +849,7 @@ class RagBlend:
         else:
             self.prefix_cache.keep(exact_root, ready.ids[: ready.exact_tokens], ready.cache)
             if self.settings.reuse_blended:
-                self.prefix_cache.keep_whole(ready.root, ready.ids, ready.cache)
+                self.prefix_cache.keep_whole(ready.root, with_answer, ready.cache, len(ready.ids))
         for miss in ready.misses:
             self._idle.submit("a missed chunk was not learned", partial(self._learn, miss))
         blended = ready.exact_tokens < len(ready.ids) and len(token_ids) > 0

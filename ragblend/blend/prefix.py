@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 16
 class _Run:
     """Consecutive blocks kept together. keys[i], values[i]: [kv_heads, tokens, dim] of layer i, rotated.
 
-    hashes: under which its blocks are found: each block's own, or the last one's alone for a whole prompt.
+    hashes: under which its blocks are found: each block's own, or for a whole prompt those of the blocks it may end at.
     """
 
     hashes: tuple[bytes, ...]
@@ -45,8 +46,8 @@ class PrefixCache:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._runs: OrderedDict[bytes, _Run] = OrderedDict()  # by a run's first hash
-        self._where: dict[bytes, tuple[bytes, int]] = {}  # block hash -> (its run's first hash, block in the run)
+        self._runs: OrderedDict[bytes, _Run] = OrderedDict()  # by a run's last hash
+        self._where: dict[bytes, tuple[bytes, int]] = {}  # block hash -> (its run's last hash, block in the run)
         self._bytes = 0
 
     @property
@@ -58,12 +59,12 @@ class PrefixCache:
         """Copy the longest held prefix of ids [tokens] into positions 0.. of `cache`; the number of tokens copied."""
         with self._lock:
             pieces: list[tuple[_Run, int, int]] = []  # run, first block, one past the last
-            for first, block in self._held(_chain(root, ids)):
-                if pieces and pieces[-1][0].hashes[0] == first and pieces[-1][2] == block:
+            for name, block in self._held(_chain(root, ids)):
+                if pieces and pieces[-1][0] is self._runs[name] and pieces[-1][2] == block:
                     pieces[-1] = (pieces[-1][0], pieces[-1][1], block + 1)
                 else:
-                    pieces.append((self._runs[first], block, block + 1))
-                self._runs.move_to_end(first)
+                    pieces.append((self._runs[name], block, block + 1))
+                self._runs.move_to_end(name)
         position = 0
         for run, start, stop in pieces:
             tokens = slice(start * BLOCK_TOKENS, stop * BLOCK_TOKENS)
@@ -75,23 +76,41 @@ class PrefixCache:
         chain = _chain(root, ids)
         with self._lock:
             new = len(self._held(chain))
-        self._add(tuple(chain[new:]), slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache)
+        where = {block_hash: block for block, block_hash in enumerate(chain[new:])}
+        self._add(where, slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache)
 
     def fetch_whole(self, root: bytes, ids: Tensor, cache: KVCache, longer_than: int) -> int:
         """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found."""
         chain = _chain(root, ids)
         with self._lock:
-            blocks = next((n for n in range(len(chain), 0, -1) if chain[n - 1] in self._runs), 0)
+            blocks = next((n for n in range(len(chain), 0, -1) if chain[n - 1] in self._where), 0)
             if blocks * BLOCK_TOKENS <= longer_than:
                 return 0
-            run = self._runs[chain[blocks - 1]]
-            self._runs.move_to_end(chain[blocks - 1])
+            name, _ = self._where[chain[blocks - 1]]
+            run = self._runs[name]
+            self._runs.move_to_end(name)
         return _copy(run, slice(0, blocks * BLOCK_TOKENS), cache, 0)
 
-    def keep_whole(self, root: bytes, ids: Tensor, cache: KVCache) -> None:
-        """Hold the KV of a whole prompt, ids [tokens], to be found only by prompts that begin with all of it."""
+    def keep_whole(self, root: bytes, ids: Tensor, cache: KVCache, *ends: int) -> None:
+        """Hold the KV of a whole prompt, ids [tokens], to be found only by prompts that begin with all of it.
+
+        A prompt that was kept before and that this one goes on from becomes part of it: a conversation is held once.
+
+        ends: numbers of leading tokens that are a whole prompt, too.
+        """
         chain = _chain(root, ids)
-        self._add(tuple(chain[-1:]), slice(0, len(chain) * BLOCK_TOKENS), cache)
+        if not chain:
+            return
+        blocks = {tokens // BLOCK_TOKENS for tokens in ends} | {len(chain)}
+        with self._lock:
+            if chain[-1] in self._where:
+                return
+            held = {block_hash: self._where[block_hash] for block_hash in chain if block_hash in self._where}
+            for name in {name for name, _ in held.values()} & set(chain):
+                blocks |= {block + 1 for of, block in held.values() if of == name}
+                self._forget(name)
+            where = {chain[n - 1]: n - 1 for n in sorted(blocks - {0}) if chain[n - 1] not in self._where}
+        self._add(where, slice(0, len(chain) * BLOCK_TOKENS), cache)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -100,24 +119,29 @@ class PrefixCache:
             self._where.clear()
             self._bytes = 0
 
-    def _add(self, hashes: tuple[bytes, ...], at: slice, cache: KVCache) -> None:
+    def _add(self, where: Mapping[bytes, int], at: slice, cache: KVCache) -> None:
+        """Hold tokens `at` of the cache as one run. where: hash -> block in the run, ascending."""
         row_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*cache.keys, *cache.values))
         n_bytes = row_bytes * (at.stop - at.start)
-        if not hashes or n_bytes > self._limit or hashes[0] in self._where:
+        if not where or n_bytes > self._limit:
             return
         keys = tuple(layer[0, :, at].clone() for layer in cache.keys)
         values = tuple(layer[0, :, at].clone() for layer in cache.values)
+        hashes = tuple(where)
         with self._lock:
             if any(h in self._where for h in hashes):  # another thread was faster
                 return
             while self._bytes + n_bytes > self._limit:
-                _, oldest = self._runs.popitem(last=False)
-                self._bytes -= oldest.n_bytes
-                for h in oldest.hashes:
-                    del self._where[h]
-            self._runs[hashes[0]] = _Run(hashes, keys, values, n_bytes)
-            self._where.update((h, (hashes[0], i)) for i, h in enumerate(hashes))
+                self._forget(next(iter(self._runs)))
+            self._runs[hashes[-1]] = _Run(hashes, keys, values, n_bytes)
+            self._where.update((h, (hashes[-1], block)) for h, block in where.items())
             self._bytes += n_bytes
+
+    def _forget(self, name: bytes) -> None:
+        run = self._runs.pop(name)
+        self._bytes -= run.n_bytes
+        for h in run.hashes:
+            del self._where[h]
 
     def _held(self, chain: list[bytes]) -> list[tuple[bytes, int]]:
         held = []

@@ -84,12 +84,35 @@ def test_prefix_cache_gives_back_what_was_kept_or_nothing(seed: int) -> None:
             cache.keep(b"exact", ids, filled(ids, 0.0))
             kept[b"exact"].append(ids)
         else:
-            cache.keep_whole(b"whole", ids, filled(ids, 0.5))
-            kept[b"whole"].append(ids)
+            end = generator.randrange(len(ids))
+            cache.keep_whole(b"whole", ids, filled(ids, 0.5), end)
+            kept[b"whole"] += [ids, ids[:end]]
         assert cache.n_bytes <= 40_000
     cache.clear()
     assert cache.n_bytes == 0
     assert cache.fetch(b"exact", ids, room) == 0
+
+
+def test_a_conversation_is_held_once_and_found_from_every_turn() -> None:
+    cache = PrefixCache(limit_bytes=10**9)
+    turns = torch.arange(8 * BLOCK_TOKENS)
+    for stop in (2, 4, 6):
+        ids = turns[: stop * BLOCK_TOKENS]
+        cache.keep_whole(b"whole", ids, filled(ids, 0.5), (stop - 1) * BLOCK_TOKENS)
+        held = cache.n_bytes
+    with_one = PrefixCache(limit_bytes=10**9)
+    with_one.keep_whole(b"whole", ids, filled(ids, 0.5))
+    assert held == with_one.n_bytes
+    room = KVCache(SHAPES, len(turns), torch.float32, torch.device("cpu"))
+    for blocks in range(1, 7):
+        again = torch.cat([turns[: blocks * BLOCK_TOKENS], torch.tensor([7] * 40)])
+        assert cache.fetch_whole(b"whole", again, room, longer_than=0) == blocks * BLOCK_TOKENS
+        assert agrees(room, filled(again, 0.5), blocks * BLOCK_TOKENS)
+    # Another way on from the first turn is held beside the rest.
+    other = torch.cat([turns[: 2 * BLOCK_TOKENS], torch.tensor([9] * BLOCK_TOKENS)])
+    cache.keep_whole(b"whole", other, filled(other, 0.5))
+    for ids in (other, turns[: 6 * BLOCK_TOKENS]):
+        assert cache.fetch_whole(b"whole", ids, room, longer_than=0) == len(ids)
 
 
 def _shared(a: torch.Tensor, b: torch.Tensor) -> int:
