@@ -8,6 +8,8 @@ corpus.py     which texts stand beside a chunk
 ingestion.py  one ingest: brings index and KV store to where the documents are
 knowledge.py  KnowledgeBase: ingests, asks and answers
 retriever.py  LlamaIndex's view of the index
+session.py    a chat in which a turn pays for what is new in it
+conversation.py  its turns, in memory and on disk
 reports.py    what is said of all that
 """
 

@@ -2,20 +2,25 @@
 
     ingest   new documents -> parts -> chunks -> vectors; then each: neighbours -> KV -> one commit to the index
     query    question -> vector -> closest chunks -> LlamaIndex's query engine over RagBlendLLM -> answer, report
+    session  message -> closest chunks -> appended to what was said, those that are not there yet -> answer, report
 
 Models are loaded when they are first needed: statistics, and an ingest in which nothing changed, need none.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakValueDictionary
 
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
+from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.kb.files import Skipped, find_files, readable
 from ragblend.kb.index import DocumentIndex
@@ -26,14 +31,18 @@ from ragblend.store.kvstore import KVStore
 
 if TYPE_CHECKING:
     import numpy as np
+    from llama_index.core.chat_engine.types import BaseChatEngine
     from llama_index.core.query_engine import RetrieverQueryEngine
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.llms.ragblend import RagBlendLLM
 
     from ragblend.engine import RagBlend
+    from ragblend.kb.session import ChatSession
 
 DEFAULT_CHUNK_TOKENS = 300
 DEFAULT_TOP_K = 4
+
+ChatMode = Literal["condense_plus_context", "context"]
 
 
 class KnowledgeBase:
@@ -86,6 +95,8 @@ class KnowledgeBase:
             self.store.close()
             raise
         self.chunk_tokens = chunk_tokens
+        self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
+        self._opening_sessions = threading.Lock()
         self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL)
 
     # ---- ingest
@@ -204,24 +215,85 @@ class KnowledgeBase:
             raise IngestError(f"there are no documents in {self.store.directory} yet: ingest some first")
         return IndexRetriever(self.index, self._embed_question, top_k)
 
-    def as_query_engine(self, top_k: int = DEFAULT_TOP_K, **settings: Any) -> RetrieverQueryEngine:
+    def as_query_engine(self, top_k: int = DEFAULT_TOP_K, **kwargs: Any) -> RetrieverQueryEngine:
         """LlamaIndex's query engine over the retriever and the model.
 
         Args:
-            **settings: streaming, and settings of RagBlendLLM.
-        """
-        return self._query_engine(top_k, **settings)[0]
+            **kwargs: settings of RagBlendLLM (ratio, max_tokens, ...), and of RetrieverQueryEngine.from_args
+                (streaming, response_mode, node_postprocessors, ...).
 
-    def _query_engine(
-        self, top_k: int, *, streaming: bool = False, **settings: Any
-    ) -> tuple[RetrieverQueryEngine, RagBlendLLM]:
+        Raises:
+            InvalidSettingError, IngestError: there are no documents.
+        """
+        return self._query_engine(top_k, **kwargs)[0]
+
+    def _query_engine(self, top_k: int, **kwargs: Any) -> tuple[RetrieverQueryEngine, RagBlendLLM]:
         from llama_index.core.query_engine import RetrieverQueryEngine
 
         retriever = self.as_retriever(top_k)
+        llm = self._bound_llm(kwargs)
+        return RetrieverQueryEngine.from_args(retriever, llm=llm, **kwargs), llm
+
+    def as_chat_engine(
+        self, mode: ChatMode = "condense_plus_context", top_k: int = DEFAULT_TOP_K, **kwargs: Any
+    ) -> BaseChatEngine:
+        """LlamaIndex's chat engine over the retriever and the model; `session` is the one that knows our prefix cache.
+
+        Args:
+            mode: "context" retrieves with the message as it is, "condense_plus_context" first has the model make one
+                question of it and of what was said before.
+            **kwargs: settings of RagBlendLLM, and of the chat engine's from_defaults (memory, system_prompt,
+                node_postprocessors, ...).
+
+        Raises:
+            InvalidSettingError, IngestError: there are no documents.
+        """
+        engines = {"context": "ContextChatEngine", "condense_plus_context": "CondensePlusContextChatEngine"}
+        if mode not in engines:
+            raise InvalidSettingError(f"mode is one of {', '.join(engines)}; got {mode!r}")
+        retriever = self.as_retriever(top_k)
+        from llama_index.core import chat_engine
+
+        system_prompt = kwargs.pop("system_prompt", None)  # there it is the engine's, not the LLM's
+        llm = self._bound_llm(kwargs)
+        made: BaseChatEngine = getattr(chat_engine, engines[mode]).from_defaults(
+            retriever=retriever, llm=llm, system_prompt=system_prompt, **kwargs
+        )
+        return made
+
+    def session(
+        self, name: str = "default", *, top_k: int = DEFAULT_TOP_K, max_turns: int = DEFAULT_MAX_TURNS, **settings: Any
+    ) -> ChatSession:
+        """A chat in which a turn pays for what is new in it. It is kept beside the index, and goes on where it was.
+
+        Sessions of one name share their turns.
+
+        Args:
+            name: letters, digits, ".", "_" and "-": whose chat it is.
+            max_turns: older ones are forgotten.
+            **settings: for all turns: ratio, selector, max_tokens (256), temperature, stop, ...
+
+        Raises:
+            InvalidSettingError: a name that is none; a setting out of range.
+            IngestError: there are no documents.
+            StoreError: what was said before cannot be read.
+        """
+        with self._opening_sessions:
+            conversation = self._conversations.get(name)
+            if conversation is None:
+                conversation = Conversation(self.store.directory / "sessions", name)
+                self._conversations[name] = conversation
+        retriever = self.as_retriever(top_k)
+        from ragblend.kb.session import ChatSession
+
+        return ChatSession(self.engine, retriever.retrieve, conversation, max_turns=max_turns, **settings)
+
+    def _bound_llm(self, kwargs: dict[str, Any]) -> RagBlendLLM:
+        """An LLM over this knowledge base's engine; what is its own of the arguments is taken from them."""
         from llama_index.llms.ragblend import RagBlendLLM
 
-        llm = RagBlendLLM.from_engine(self.engine, **settings)
-        return RetrieverQueryEngine.from_args(retriever, llm=llm, streaming=streaming), llm
+        own = inspect.signature(RagBlendLLM.__init__).parameters.keys() & kwargs.keys()
+        return RagBlendLLM.from_engine(self.engine, **{name: kwargs.pop(name) for name in own})
 
     def _embed_question(self, question: str) -> np.ndarray:
         vector: np.ndarray = self.models.embedder.embed([question])[0]

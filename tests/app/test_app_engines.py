@@ -1,0 +1,80 @@
+"""LlamaIndex's own engines over a knowledge base: every chunk they put into a prompt is reused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.postprocessor import LongContextReorder
+
+from ragblend.errors import IngestError, InvalidSettingError
+from ragblend.kb import KnowledgeBase
+
+TOP_K = 3
+TEXTS = {
+    f"place {n}": f"Place {n} has a bridge of {n * 7} metres, and people cross it when it rains." for n in range(8)
+}
+
+
+@pytest.fixture(autouse=True)
+def event_loop_for_core() -> Iterator[None]:
+    """Core's synchronous code takes the thread's event loop, or makes one and never closes it."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, embedding_model: None) -> Iterator[KnowledgeBase]:
+    with KnowledgeBase(tmp_path_factory.mktemp("engines") / "store", model=str(tiny_model)) as opened:
+        opened.ingest_texts(TEXTS)
+        yield opened
+
+
+def test_query_engines_take_settings_of_the_llm_and_of_core(kb: KnowledgeBase) -> None:
+    llms: list[Any] = []
+    for mode in ("compact", "refine", "tree_summarize"):
+        engine = kb.as_query_engine(
+            TOP_K, max_tokens=5, ratio=0.0, response_mode=mode, node_postprocessors=[LongContextReorder()]
+        )
+        response = engine.query(f"Which place has the longest bridge, asked with {mode}?")
+        assert len(response.source_nodes) == TOP_K
+        llms.append(engine._response_synthesizer._llm)
+        report = llms[-1].last_report
+        assert report.hits == len(report.chunks) > 0
+        assert report.ratio == 0.0
+        assert report.decode_tokens < 5
+    assert all(llm.engine is kb.engine for llm in llms)
+
+
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+def test_chat_engines_hit_where_the_context_stands_before_the_history(kb: KnowledgeBase, mode: Any) -> None:
+    chat: Any = kb.as_chat_engine(
+        mode, TOP_K, max_tokens=5, system_prompt="Be brief.", memory=ChatMemoryBuffer(token_limit=2000)
+    )
+    assert type(chat) is {"context": ContextChatEngine}.get(mode, CondensePlusContextChatEngine)
+    for message in ("How long is the bridge of place 3?", "And that of place 6?"):
+        response = chat.chat(message)
+        assert len(response.source_nodes) == TOP_K
+        report = chat._llm.last_report
+        assert report.hits == len(report.chunks) == TOP_K
+        assert report.misses == 0
+    assert [message.role.value for message in chat.chat_history] == ["user", "assistant"] * 2
+    assert "".join(chat.stream_chat("And of place 1?").response_gen) is not None
+    assert chat._llm.last_report.hits == TOP_K
+
+
+def test_what_cannot_be_made_is_refused(kb: KnowledgeBase, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettingError, match="condense_plus_context"):
+        kb.as_chat_engine("best")  # type: ignore[arg-type]
+    with pytest.raises(InvalidSettingError):
+        kb.as_chat_engine("context", 0)
+    with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
+        empty.as_chat_engine()

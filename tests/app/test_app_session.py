@@ -1,0 +1,239 @@
+"""Chats: what was said is found again, a turn computes what is new in it, and nothing that was said is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragblend.errors import EmptyPromptError, IngestError, InvalidSettingError, StoreError
+from ragblend.kb import KnowledgeBase
+from ragblend.kb.conversation import Conversation, Turn
+from ragblend.report import BlendReport
+
+TEXTS = {
+    "bridge": "The Old Harbour Bridge was designed by Mira Solheim, and it was opened to carts in the year 1931.",
+    "opening": "When the Old Harbour Bridge was opened in 1931, Mira Solheim crossed it first, on a bicycle.",
+    "moon": "The moon is 384400 kilometres away from the earth, and a rocket takes three days to get there.",
+    "orbit": "The moon is not always equally far away from the earth: its way around the earth is an ellipse.",
+    "cats": "Cats sleep for sixteen hours a day, most of them in the afternoon on something that is warm.",
+}
+BRIDGE, MOON, CATS = "Who designed the Old Harbour Bridge?", "How far away is the moon?", "How long do cats sleep?"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "store"
+    with KnowledgeBase(folder, model=str(tiny_model)) as kb:
+        kb.ingest_texts(TEXTS)
+    return folder
+
+
+@pytest.fixture
+def kb(store: Path, tiny_model: Path, embedding_model: None) -> Iterator[KnowledgeBase]:
+    with KnowledgeBase(store, model=str(tiny_model)) as opened:
+        yield opened
+        for file in (store / "sessions").glob("*"):
+            file.unlink()
+
+
+def statuses(report: BlendReport | None) -> list[str]:
+    assert report is not None
+    return [use.status for use in report.chunks]
+
+
+def test_a_turn_pays_for_its_question_and_the_chunks_that_are_new(kb: KnowledgeBase) -> None:
+    chat = kb.session("a", top_k=2, max_tokens=40)
+    reports: list[BlendReport] = []
+    for message in (BRIDGE, "When was the Old Harbour Bridge opened?", MOON, CATS):
+        reply = chat.chat(message)
+        assert reply.report is not None
+        assert chat.last_report == reply.report
+        reports.append(reply.report)
+    brought = [len(turn.chunks) for turn in chat.turns]
+    assert brought[0] == 2
+    assert brought[1] == 0, "both chunks were in the conversation"
+    assert all(brought[2:])
+
+    first, *later = reports
+    assert statuses(first) == ["hit", "hit"]
+    for n, (report, before) in enumerate(zip(later, reports, strict=False), 1):
+        # All of the prompt before, up to a block's border; and the answer, if a random model says what a tokenizer
+        # would make of its text.
+        said = before.prompt_tokens + before.decode_tokens
+        assert before.prompt_tokens - 16 < report.prefix_tokens <= said
+        assert statuses(report).count("prefix") == sum(brought[:n]) + n - 1  # earlier chunks and answers
+        assert statuses(report).count("hit") == brought[n]
+        assert report.misses == 0
+        turn = chat.turns[n - 1]
+        answer, question = (len(kb.engine.prompts.encode_text(text)) for text in (turn.answer, chat.turns[n].question))
+        assert report.fresh_tokens < answer + question + 150  # the tiny tokenizer makes many tokens of the template
+    assert all(report.ttft_s > 0 for report in reports)
+
+
+def test_the_same_answers_as_without_any_cache(kb: KnowledgeBase) -> None:
+    """At ratio 1 nothing is approximated: with and without what the prefix cache holds, a chat goes the same way."""
+    chat = kb.session("cached", ratio=1.0, max_tokens=12)
+    cached = [chat.chat(message).text for message in (BRIDGE, MOON, CATS)]
+    assert chat.last_report is not None
+    assert chat.last_report.prefix_tokens > 0
+    chat = kb.session("uncached", ratio=1.0, max_tokens=12)
+    uncached = []
+    for message in (BRIDGE, MOON, CATS):
+        kb.engine.prefix_cache.clear()
+        uncached.append(chat.chat(message).text)
+    assert cached == uncached
+
+
+def test_a_chat_goes_on_in_another_process_and_learns_its_answers(
+    store: Path, tiny_model: Path, embedding_model: None
+) -> None:
+    with KnowledgeBase(store, model=str(tiny_model)) as kb:
+        chat = kb.session("restart", top_k=1, max_tokens=40)
+        for message in (BRIDGE, MOON, CATS):
+            chat.chat(message)
+        said = chat.turns
+    for expected in ("miss", "hit"):  # the older answers are missed once
+        with KnowledgeBase(store, model=str(tiny_model)) as kb:
+            chat = kb.session("restart", top_k=1, max_tokens=1)
+            assert chat.turns[: len(said)] == said
+            chat.chat(CATS)
+            chunks, answers = ["hit"] * 3, [expected] * 2
+            assert sorted(statuses(chat.last_report))[: len(chunks + answers)] == sorted([*chunks, *answers])
+            kb.engine.drain()
+            if expected == "miss":
+                chat.clear()
+                for turn in said:
+                    chat._conversation.add(turn)
+
+
+def test_what_outgrows_the_window_is_dropped_and_its_chunks_come_back(kb: KnowledgeBase) -> None:
+    chat = kb.session("long", top_k=1, max_tokens=8)
+    window = kb.engine.decoder.context_window_tokens
+    filler = "Tell me more, and take your time, about every single thing that comes to your mind. " * 12
+    seen = 0
+    for n in range(24):
+        reply = chat.chat(f"{filler} {n}")
+        assert reply.report is not None
+        assert reply.report.prompt_tokens < window
+        if len(chat.turns) <= seen:
+            break
+        seen = len(chat.turns)
+    else:
+        pytest.fail("nothing was dropped")
+    assert chat.turns[-1].question.endswith(str(n))
+    assert len(chat.turns) < n
+    # The next turn finds all that is left.
+    chat.chat(MOON)
+    assert chat.last_report is not None
+    assert chat.last_report.prefix_tokens > chat.last_report.fresh_tokens
+    for turn, earlier in ((turn, chat.turns[:i]) for i, turn in enumerate(chat.turns)):
+        assert not set(turn.chunks) & {text for other in earlier for text in other.chunks}
+
+
+def test_a_bounded_number_of_turns(kb: KnowledgeBase) -> None:
+    chat = kb.session("short", top_k=1, max_turns=4, max_tokens=3)
+    counts = []
+    for n in range(10):
+        chat.chat(f"{MOON} {n}")
+        counts.append(len(chat.turns))
+    assert max(counts) == 4
+    assert counts[4] == 3
+    with KnowledgeBase(kb.store.directory, model=str(kb.models._model)) as other:
+        assert other.session("short").turns == chat.turns
+
+
+def test_a_message_that_does_not_fit_is_refused_and_forgotten(kb: KnowledgeBase) -> None:
+    chat = kb.session("big", max_tokens=3)
+    chat.chat(BRIDGE)
+    with pytest.raises(ValueError, match="4096"):
+        chat.chat("word " * 9000)
+    assert len(chat.turns) == 1
+    assert chat.chat(MOON).text
+
+
+def test_streams(kb: KnowledgeBase) -> None:
+    chat = kb.session("stream", max_tokens=12)
+    with chat.stream(BRIDGE) as stream:
+        text = "".join(stream)
+    assert text == stream.reply.text
+    assert chat.turns[-1].answer == text.strip()
+    stream = chat.stream(MOON)
+    heard = next(stream)
+    stream.close()
+    stream.close()
+    assert chat.turns[-1].question == MOON
+    assert chat.turns[-1].answer.startswith(heard.strip())
+    assert chat.last_report is not None
+    assert chat.last_report.finish_reason == "cancelled"
+    assert chat.last_report.prefix_tokens > 0
+    chat.stream(CATS).close()  # nothing was said
+    assert len(chat.turns) == 2
+
+
+def test_sessions_of_one_name_share_their_turns_and_others_do_not(kb: KnowledgeBase) -> None:
+    one, same, other = (kb.session(name, max_tokens=3) for name in ("one", "one", "other"))
+    one.chat(BRIDGE)
+    assert same.turns == one.turns != ()
+    assert other.turns == ()
+    same.clear()
+    assert one.turns == kb.session("one").turns == ()
+    assert one.chat(MOON).text
+
+
+def test_many_threads_in_one_chat(kb: KnowledgeBase) -> None:
+    chat = kb.session("threads", max_tokens=3, top_k=1)
+    failed: list[BaseException] = []
+
+    def ask(n: int) -> None:
+        try:
+            chat.chat(f"{MOON} {n}")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert {turn.question for turn in chat.turns} == {f"{MOON} {n}" for n in range(8)}
+    assert Conversation(kb.store.directory / "sessions", "threads").turns == chat.turns
+
+
+@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", ".hidden", "a b", "x" * 129, "caf\xe9", "a\n", 7, None])
+def test_an_id_is_a_plain_word(kb: KnowledgeBase, name: object) -> None:
+    with pytest.raises(InvalidSettingError, match="id is 1 to 128"):
+        kb.session(name)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> None:
+    with pytest.raises(EmptyPromptError):
+        kb.session("a").chat(" \n")
+    for settings in ({"ratio": 2.0}, {"max_tokens": 0}, {"colour": "red"}, {"max_turns": 0}, {"top_k": 0}):
+        with pytest.raises(InvalidSettingError):
+            kb.session("a", **settings)
+    with pytest.raises(InvalidSettingError):
+        kb.session("a").chat("Who?", colour="red")
+    with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
+        empty.session("a")
+
+
+def test_a_file_that_was_cut_off_loses_one_turn_at_most(tmp_path: Path) -> None:
+    turns = [Turn(f"question {n} \ud83d", f"answer {n}", ("chunk",) * n) for n in range(3)]
+    conversation = Conversation(tmp_path, "a")
+    for turn in turns:
+        conversation.add(turn)
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    for cut in range(0, len(whole), 3):
+        (tmp_path / "a.jsonl").write_bytes(whole[:cut])
+        found = Conversation(tmp_path, "a")
+        complete = whole[:cut].count(b"\n")
+        assert found.turns[:complete] == tuple(turns[:complete])
+        found.add(turns[-1])
+        assert Conversation(tmp_path, "a").turns == found.turns
+    (tmp_path / "b.jsonl").mkdir()
+    with pytest.raises(StoreError):
+        Conversation(tmp_path, "b")
