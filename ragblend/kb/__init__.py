@@ -1,6 +1,7 @@
 """The knowledge base: files in, answers with sources out. An application of the engine, on LlamaIndex.
 
 files.py      paths -> documents, through LlamaIndex's readers
+splitting.py  their text -> chunks, cut at natural places
 embedder.py   texts -> vectors, with sentence-transformers
 models.py     the models, loaded when they are needed
 index.py      documents, chunks and vectors on disk: SQLite is the truth, the FAISS file is made from it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mimetypes
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,24 +23,15 @@ if TYPE_CHECKING:
 
 # Files that are binary and have a reader all the same. Any other one with a zero byte in its beginning is no text.
 _BINARY_DOCUMENTS = {".pdf", ".docx", ".pptx", ".ppt", ".pptm", ".epub", ".hwp", ".xls", ".xlsx"}
-_HTML_BLOCKS = ["article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "h1", "h2", "h3"]
-_HTML_BLOCKS += [
-    "h4",
-    "h5",
-    "h6",
-    "header",
-    "hr",
-    "li",
-    "main",
-    "nav",
-    "ol",
-    "p",
-    "pre",
-    "section",
-    "table",
-    "tr",
-    "ul",
+_HTML_HEADINGS = ["h1", "h2", "h3", "h4", "h5", "h6"]
+_HTML_BLOCKS = [
+    *_HTML_HEADINGS,
+    *("article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "header", "hr", "li"),
+    *("main", "nav", "ol", "p", "pre", "section", "table", "tr", "ul"),
 ]
+# Stands before a heading of HTML, with its level, until the text is final and offsets can be told. No character.
+_MARK = "\ufdd0"
+_MARKED = re.compile(f"^{_MARK}([1-6])", re.MULTILINE)
 
 
 class Skipped(NamedTuple):
@@ -50,10 +42,15 @@ class Skipped(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of a document's text. metadata: where in the document it stands, such as a page label."""
+    """A run of a document's text.
+
+    metadata: where in the document it stands, such as a page label.
+    headings: (offset, level) of headings that do not show in the text itself.
+    """
 
     text: str
     metadata: dict[str, str]
+    headings: tuple[tuple[int, int], ...] = ()
 
 
 def readable(text: str) -> str:
@@ -156,14 +153,12 @@ def read_file(path: Path) -> list[Part]:
             )
     except Exception as error:
         raise UnreadableError(_why(error)) from error
-    parts = [
-        Part(
-            document.text.strip(),
-            {"page": document.metadata["page_label"]} if "page_label" in document.metadata else {},
-        )
-        for document in documents
-    ]
-    parts = [part for part in parts if part.text]
+    parts: list[Part] = []
+    for document in documents:
+        text, headings = _unmarked(document.text.strip())
+        if text:
+            page = {"page": document.metadata["page_label"]} if "page_label" in document.metadata else {}
+            parts.append(Part(text, page, headings))
     if not parts:
         raise UnreadableError("no text in it")
     if any("\0" in part.text for part in parts):
@@ -196,12 +191,25 @@ def _html_reader() -> BaseReader:
             soup = BeautifulSoup(Path(file).read_bytes(), "html.parser")
             for tag in soup(["script", "style", "template", "noscript", "head"]):
                 tag.decompose()
+            for tag in soup(_HTML_HEADINGS):
+                if tag.get_text(strip=True):
+                    tag.insert(0, f"{_MARK}{tag.name[1]}")
             for tag in soup(_HTML_BLOCKS):
                 tag.insert_before("\n")
                 tag.insert_after("\n")
             return [Document(text=_tidy(soup.get_text().splitlines()), metadata=extra_info or {})]
 
     return HtmlTextReader()
+
+
+def _unmarked(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The text without marks of headings, and the headings: (offset, level)."""
+    pieces = _MARKED.split(text)  # text, level, text, level, text ...
+    bare, headings = pieces[0], []
+    for level, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+        headings.append((len(bare), int(level)))
+        bare += piece.lstrip(" ")
+    return bare, tuple(headings)
 
 
 def _tidy(lines: Iterable[str]) -> str:

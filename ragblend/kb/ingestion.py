@@ -29,6 +29,7 @@ from ragblend.kb.files import (
 from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk, StoredChunk
 from ragblend.kb.models import Models
 from ragblend.kb.reports import IngestSummary
+from ragblend.kb.splitting import SPLITTING_VERSION, Splitter
 from ragblend.store.kvstore import KVStore
 
 if TYPE_CHECKING:
@@ -126,11 +127,11 @@ class Ingestion:
         for document in documents:
             _fraction(progress, document.name, 0, len(documents))(0.0)
             try:
-                digest = f"{document.digest()}-{self._chunk_tokens}"
+                digest = f"{document.digest()}-{self._chunk_tokens}-{SPLITTING_VERSION}"
                 if known.get(document.name) == digest:
                     unchanged.append(document.name)
                     continue
-                pieces = self._split(document.read())
+                pieces = self._split(document)
                 for piece in pieces:
                     self._check_fits(piece.text)
             except (UnreadableError, ContextWindowError) as error:
@@ -144,27 +145,20 @@ class Ingestion:
             new[document.name] = SplitDocument(document.name, digest, pieces, vectors)
         return unchanged, list(new.values())
 
-    def _split(self, parts: Sequence[Part]) -> list[Part]:
-        from llama_index.core.node_parser import SentenceSplitter
-
+    def _split(self, document: Document) -> list[Part]:
+        parts = [part._replace(text=readable(part.text)) for part in document.read()]
         window, before = self._models.engine.decoder.context_window_tokens, len(self._models.engine.preamble_ids)
         if self._chunk_tokens > window - before:
             raise InvalidSettingError(
                 f"chunk_tokens is {self._chunk_tokens}, but a chunk of this model can have {window - before} at most: "
                 f"its context window holds {window} tokens, and {before} stand before every chunk; choose less"
             )
-        # No overlap: sentences are kept whole as it is, and every token that is in two chunks is prefilled and
-        # stored twice.
-        splitter = SentenceSplitter(
-            chunk_size=self._chunk_tokens,
-            chunk_overlap=0,
-            paragraph_separator="\n\n",
-            tokenizer=lambda text: list(self._models.engine.prompts.encode_text(text)),
-        )
-        pieces = [
-            Part(text.strip(), part.metadata) for part in parts for text in splitter.split_text(readable(part.text))
-        ]
-        return [piece for piece in pieces if piece.text]
+        return self._splitter.split(parts, Path(document.name).suffix)
+
+    @cached_property
+    def _splitter(self) -> Splitter:
+        encode = self._models.engine.prompts.encode_text
+        return Splitter(lambda text: list(encode(text)), self._chunk_tokens)
 
     def _check_fits(self, text: str) -> None:
         """Raises ContextWindowError where a chunk is too long for the model, which a splitter cannot always prevent."""
