@@ -462,12 +462,14 @@ class RagBlend:
 
     def stored_variants(self, text: str) -> dict[Name, str]:
         """The variants of a text that this engine would use and the store has, with their keys."""
-        ids = self.prompts.encode_text(text.strip())
-        if not ids:
-            return {}
-        keys = {name: self._key(ids, name) for name in VARIANTS[self.settings.policy]}
+        keys = self.variant_keys(text)
         notes = self.store.notes(list(keys.values()))
         return {name: key for name, key in keys.items() if key in notes}
+
+    def variant_keys(self, text: str) -> dict[Name, str]:
+        """Under which keys `ingest` may store a text, and answers look for it."""
+        ids = self.prompts.encode_text(text.strip())
+        return {name: self._key(ids, name) for name in VARIANTS[self.settings.policy]} if ids else {}
 
     def _contexts(self, ids: Sequence[int], offered: Sequence[str] = ()) -> tuple[list[Context], dict[bytes, int]]:
         """The variants to make of a chunk, and which offered text each digest of what stands before it means.

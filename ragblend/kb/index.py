@@ -8,6 +8,10 @@ renamed, and used only if its digest and the generation it was made of are those
 when another process committed meanwhile, it is simply made again, so that the two cannot disagree for long.
 
 One document is one transaction. Chunk ids only ever grow: the id of a chunk that is gone never comes back as another.
+
+KV is stored before the chunk that has it is committed, and deleted after the commit that gives it up. Whatever is
+between the two is *loose*: its key is written down before, in a transaction of its own or in the one that gives it up,
+so that a process that is killed in between leaves nothing behind that nobody knows of.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +34,11 @@ import xxhash
 
 from ragblend.errors import IngestError, StoreError, StoreFormatError, StoreFullError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _DATABASE = "index.db"
 _VECTORS = "vectors.faiss"
+_AT_WORK = "ingest.lock"
 _BUSY_TIMEOUT_S = 60.0
 _ROWS_AT_ONCE = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,6 +64,7 @@ CREATE TABLE kv (
 ) WITHOUT ROWID;
 CREATE INDEX kv_of_key ON kv (key);
 """
+_LOOSE = "CREATE TABLE loose (key TEXT PRIMARY KEY) WITHOUT ROWID"
 _STALE = "behind IS NOT NULL AND behind NOT IN (SELECT digest FROM chunks)"
 
 
@@ -131,10 +137,11 @@ class DocumentIndex:
                 raise
 
     def _prepare(self) -> None:
-        if self._version() == 0:
+        if self._version() in (0, 2):
             with self._transaction():
-                if self._version() == 0:  # asked again: another process may have been faster
-                    for statement in _SCHEMA.split(";"):
+                version = self._version()  # asked again: another process may have been faster
+                if version in (0, 2):  # format 2 is the same without loose keys
+                    for statement in (*(_SCHEMA.split(";") if version == 0 else ()), _LOOSE):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
         if (version := self._version()) != FORMAT_VERSION:
@@ -218,10 +225,11 @@ class DocumentIndex:
             rows = self._db.execute("SELECT text FROM chunks GROUP BY digest ORDER BY digest LIMIT ?", (count,))
             return [text for (text,) in rows]
 
-    def refers_to(self, key: str) -> bool:
-        """Whether a chunk has its KV under this key."""
+    def loose_keys(self) -> list[str]:
+        """Keys under which there may be KV that no chunk has, sorted."""
         with self._typed_errors("read"):
-            return self._refers_to(key)
+            query = "SELECT key FROM loose WHERE key NOT IN (SELECT key FROM kv) ORDER BY key"
+            return [key for (key,) in self._db.execute(query)]
 
     def search(self, vector: np.ndarray, top_k: int) -> list[Found]:
         """The closest chunks to a normalised vector [dimensions] float32, closest first."""
@@ -245,8 +253,8 @@ class DocumentIndex:
 
     def replace(
         self, document: str, digest: str, chunks: Sequence[NewChunk], *, model: str, embedding_model: str
-    ) -> list[str]:
-        """Put a document's chunks in the place of those it had; keys of KV that no chunk refers to any more.
+    ) -> None:
+        """Put a document's chunks in the place of those it had.
 
         Raises:
             IngestError: the vectors do not fit those that are there.
@@ -272,7 +280,7 @@ class DocumentIndex:
                 self._note_kv(added[-1], model, chunk.kv)
             before = int(self._meta("generation") or 0)
             self._set_meta("generation", str(before + 1))
-            unreferenced = [key for key in known if not self._refers_to(key)]
+            self._loosen(known)
         # Only after the commit, so that memory never runs ahead of the disk.
         if self._faiss is not None and self._faiss_generation == before:
             if gone:
@@ -280,24 +288,19 @@ class DocumentIndex:
             if added:
                 self._faiss.add_with_ids(np.stack([c.vector for c in chunks]).astype(np.float32), np.asarray(added))
             self._faiss_generation = before + 1
-        return unreferenced
 
-    def remove(self, document: str) -> list[str]:
-        """Forget a document; keys of KV that no chunk refers to any more."""
+    def remove(self, document: str) -> None:
+        """Forget a document."""
         with self._typed_errors("write to"), self._transaction():
             keys = self._keys_of(document)
             self._db.execute("DELETE FROM chunks WHERE document = ?", (document,))
             self._db.execute("DELETE FROM documents WHERE name = ?", (document,))
             # Made again from what is left when it is asked for next.
             self._set_meta("generation", str(int(self._meta("generation") or 0) + 1))
-            return [key for key in keys if not self._refers_to(key)]
+            self._loosen(keys)
 
-    def note_kv(self, entries: Mapping[int, Sequence[KVEntry]], *, model: str) -> list[str]:
-        """Note the stored variants of chunks, by chunk id, in the place of those noted for the model before.
-
-        Returns:
-            Keys that were noted for these chunks and that no chunk refers to any more.
-        """
+    def note_kv(self, entries: Mapping[int, Sequence[KVEntry]], *, model: str) -> None:
+        """Note the stored variants of chunks, by chunk id, in the place of those noted for the model before."""
         gone: dict[str, None] = {}
         with self._typed_errors("write to"), self._transaction():
             for chunk, kv in entries.items():
@@ -307,7 +310,42 @@ class DocumentIndex:
                 )
                 self._db.execute("DELETE FROM kv WHERE chunk = ? AND model = ?", where)
                 self._note_kv(chunk, model, kv)
-            return [key for key in gone if not self._refers_to(key)]
+            self._loosen(gone)
+
+    def loosen(self, keys: Iterable[str]) -> None:
+        """Write down keys before KV is stored under them. They are loose until a chunk has them."""
+        with self._typed_errors("write to"), self._transaction():
+            self._loosen(keys)
+
+    def forget_loose(self, keys: Iterable[str]) -> None:
+        """There is no KV under these keys any more."""
+        with self._typed_errors("write to"), self._transaction():
+            self._db.executemany("DELETE FROM loose WHERE key = ?", [(key,) for key in keys])
+
+    @contextlib.contextmanager
+    def ingesting(self) -> Iterator[Callable[[], bool]]:
+        """Tells other processes that an ingest is at work, for as long as this process lives.
+
+        Yields:
+            a function to be called in the end: whether no other ingest is at work. None begins before this one is over.
+        """
+        with self._typed_errors("write to"):
+            lock = sqlite3.connect(self.directory / _AT_WORK, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        with contextlib.closing(lock):
+            with self._typed_errors("read"):
+                lock.execute("BEGIN")
+                lock.execute("SELECT * FROM sqlite_master").fetchall()  # a shared lock
+
+            def alone() -> bool:
+                lock.execute("COMMIT")
+                lock.execute("PRAGMA busy_timeout = 0")
+                try:
+                    lock.execute("BEGIN EXCLUSIVE")
+                except sqlite3.OperationalError:
+                    return False
+                return True
+
+            yield alone
 
     def kv_keys(self, model: str) -> list[str]:
         """All keys under which the KV of chunks is noted for a model, sorted."""
@@ -389,13 +427,17 @@ class DocumentIndex:
         self._db.executemany("INSERT INTO kv VALUES (?, ?, ?, ?)", rows)
         # Chunks of equal text share their KV, and may have found it behind something else than it is behind now.
         self._db.executemany("UPDATE kv SET behind = ? WHERE key = ?", [(behind, key) for _, _, key, behind in rows])
+        self._db.executemany("DELETE FROM loose WHERE key = ?", [(key,) for _, _, key, _ in rows])
+
+    def _loosen(self, keys: Iterable[str]) -> None:
+        self._db.executemany(
+            "INSERT OR IGNORE INTO loose SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM kv WHERE key = ?1)",
+            [(key,) for key in keys],
+        )
 
     def _keys_of(self, document: str) -> list[str]:
         query = "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ? ORDER BY id"
         return list(dict.fromkeys(key for (key,) in self._db.execute(query, (document,))))
-
-    def _refers_to(self, key: str) -> bool:
-        return self._db.execute("SELECT 1 FROM kv WHERE key = ?", (key,)).fetchone() is not None
 
     def _check_vectors(self, chunks: Sequence[NewChunk], embedding_model: str) -> None:
         known, dimensions = self._meta("embedding_model"), self._meta("dimensions")

