@@ -364,6 +364,50 @@ def ttft(
 
 
 @bench.command()
+def chat(
+    data: Data,
+    chunks: Annotated[int, typer.Option(help="Chunks to retrieve in each turn.")] = 4,
+    chunk_tokens: BenchChunkTokens = 300,
+    turns: Annotated[int, typer.Option(help="Turns of a chat. The first one is not counted.")] = 8,
+    limit: Annotated[int, typer.Option(help="Chats.")] = 1,
+    ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.15,
+    answer_tokens: Annotated[int, typer.Option(help="Length of the answers at most.")] = 48,
+    dtype: Dtype = "auto",
+    store: BenchStore = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token in chats whose chunks change: a session, and full prefills by transformers' generate.
+
+    Example:
+
+    - ragblend bench chat --data questions.jsonl --turns 8 --json
+    """
+    with _reporting(as_json) as say:
+        _is_there(data)
+        _at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, turns=turns, limit=limit, answer_tokens=answer_tokens)
+        _ratio(str(ratio))
+        from ragblend.evaluation.chat import run
+        from ragblend.model.sources import DEFAULT_MODEL
+
+        with _bar("chatting") as bar:
+            result = run(
+                model=model or DEFAULT_MODEL,
+                data=data,
+                chunks=chunks,
+                chunk_tokens=chunk_tokens,
+                turns=turns,
+                limit=limit,
+                ratio=ratio,
+                answer_tokens=answer_tokens,
+                dtype=dtype,
+                store=store,
+                progress=_counting(bar),
+            )
+        say(result, None if as_json else _chat_table(result))
+
+
+@bench.command()
 def fidelity(
     data: Data,
     chunks: BenchChunks = 6,
@@ -828,6 +872,23 @@ def _levels_table(found: dict[str, Any]) -> Any:
             f"{level['full']:.0%}",
             f"{level['fixed_ratio']:g}",
         )
+    return table
+
+
+def _chat_table(result: dict[str, Any]) -> object:
+    from rich.table import Table
+
+    ways: dict[str, dict[str, Any]] = result["ways"]
+    caption = ["Means from turn 2 on, and how many times sooner a session is:"]
+    for name, way in ways.items():
+        caption.append(f"{name}: {way['ttft_s']:.3f} s, {way['session_speedup']:.1f}x. {way['about']}")
+    table = Table(title="Time to first token, turn by turn", caption="\n".join(caption), caption_justify="left")
+    counts = {"turn": "turn", "prompt_tokens": "prompt", "prefix_tokens": "known", "reused_tokens": "reused"}
+    counts |= {"recomputed_tokens": "recomputed", "fresh_tokens": "fresh"}
+    for title in (*counts.values(), *(f"{name} s" for name in ways)):
+        table.add_column(title, justify="right")
+    for turn in result["turns"]:
+        table.add_row(*(_cell(turn[name]) for name in counts), *(_cell(turn["ttft_s"][name]) for name in ways))
     return table
 
 

@@ -20,10 +20,12 @@ import torch
 
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
+from ragblend.evaluation.stock import Stock
 from ragblend.evaluation.strategies import Question, Strategy, orders, read_questions, strategies
 from ragblend.model.decoder import Decoder, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, decode
 from ragblend.model.sources import load_model
+from ragblend.prompt.chunk import Message
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import KVStore
 
@@ -107,8 +109,8 @@ class _Bench:
         compared: list[Strategy],
     ) -> None:
         self._name = name
-        self._stock: Any = stock
-        self._tokenizer, self._prompts, self._compared = tokenizer, prompts, compared
+        self._stock = Stock(stock, tokenizer)
+        self._prompts, self._compared = prompts, compared
         self._times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._ingest_s: list[float] = []
         self._prefill_s: list[float] = []
@@ -121,9 +123,9 @@ class _Bench:
         stock_s = 0.0
         with torch.inference_mode():
             for chunk in question.chunks:
-                ids = torch.tensor([self._prompts.encode_text(chunk)], device=self._stock.device)
+                ids = torch.tensor([self._prompts.encode_text(chunk)], device=self._stock.model.device)
                 started = time.perf_counter()
-                self._stock(input_ids=ids, use_cache=True, logits_to_keep=1)
+                self._stock.model(input_ids=ids, use_cache=True, logits_to_keep=1)
                 stock_s += time.perf_counter() - started
         report = self._engine("blend").ingest(question.chunks)
         if report.computed == len(question.chunks):
@@ -135,7 +137,7 @@ class _Bench:
     def warm_up(self, question: Question) -> None:
         """First calls pay for memory, threads and kernels; and the prefix caches learn the prompt's head."""
         prompt = question.prompt(range(len(question.chunks)))
-        self._stock_ttft(prompt)
+        self._stock.ttft_s([Message("user", prompt)])
         for strategy in self._compared:
             self._ttft(strategy, prompt, keep=True)
 
@@ -146,7 +148,7 @@ class _Bench:
         for i in range(len(takers)):
             taker = takers[(i + self._turn) % len(takers)]
             if taker is None:
-                self._times["stock"]["ttft_s"].append(self._stock_ttft(prompt))
+                self._times["stock"]["ttft_s"].append(self._stock.ttft_s([Message("user", prompt)]))
                 self._times["stock"]["rows_fraction"].append(1.0)
             else:
                 seconds, report = self._ttft(taker, prompt, keep=taker.name == "prefix")
@@ -163,9 +165,9 @@ class _Bench:
 
     def decode(self, prompt: str, tokens: int) -> None:
         """Decode the same number of tokens behind the same prompt, stock and blended."""
-        ids = self._stock_ids(prompt)
-        first = self._generate(ids, 1)
-        self._times["stock"]["decode_token_s"].append((self._generate(ids, 1 + tokens) - first) / tokens)
+        ids = self._stock.ids([Message("user", prompt)])
+        first = self._stock.generate(ids, 1)
+        self._times["stock"]["decode_token_s"].append((self._stock.generate(ids, 1 + tokens) - first) / tokens)
         blend = next(s for s in self._compared if s.name == "blend")
         ready = blend.engine.prefill(prompt, ratio=blend.ratio, max_tokens=tokens + 2)
         steps = decode(
@@ -232,34 +234,6 @@ class _Bench:
         if keep:
             stream.close()
         return seconds, stream.report
-
-    def _stock_ids(self, prompt: str) -> torch.Tensor:
-        text = prompt
-        if self._prompts.has_template:
-            messages = [{"role": "user", "content": prompt}]
-            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        encoded = self._tokenizer(text, add_special_tokens=not self._prompts.has_template, return_tensors="pt")
-        ids: torch.Tensor = encoded.input_ids.to(self._stock.device)
-        return ids
-
-    def _stock_ttft(self, prompt: str) -> float:
-        started = time.perf_counter()
-        ids = self._stock_ids(prompt)
-        self._generate(ids, 1)
-        return time.perf_counter() - started
-
-    @torch.inference_mode()
-    def _generate(self, ids: torch.Tensor, tokens: int) -> float:
-        started = time.perf_counter()
-        self._stock.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=self._tokenizer.eos_token_id,
-        )
-        return time.perf_counter() - started
 
 
 def _drop_page_cache(files: Iterable[Path]) -> None:

@@ -61,6 +61,7 @@ class KnowledgeBase:
         embedding_model: str | None = None,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         size_limit_bytes: int | None = None,
+        dtype: str = "auto",
         create: bool = True,
     ) -> None:
         """Open a knowledge base, or make one.
@@ -72,6 +73,7 @@ class KnowledgeBase:
                 all-MiniLM-L6-v2.
             chunk_tokens: tokens of a chunk at most, counted as the model counts them.
             size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
+            dtype: of the model; "auto" takes what is fastest here. Each has KV of its own.
             create: whether to make one where there is none.
 
         Raises:
@@ -97,7 +99,7 @@ class KnowledgeBase:
         self.chunk_tokens = chunk_tokens
         self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
         self._opening_sessions = threading.Lock()
-        self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL)
+        self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL, dtype)
 
     # ---- ingest
 

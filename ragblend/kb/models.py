@@ -25,9 +25,9 @@ class Models:
         embedding_name: under which the index records what its vectors were made with.
     """
 
-    def __init__(self, store: KVStore, model: str | Path | None, embedding_name: str) -> None:
+    def __init__(self, store: KVStore, model: str | Path | None, embedding_name: str, dtype: str = "auto") -> None:
         self.embedding_name = embedding_name
-        self._store, self._model = store, model
+        self._store, self._model, self._dtype = store, model, dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
 
@@ -39,7 +39,7 @@ class Models:
                 from llama_index.llms.ragblend import RagBlendLLM
 
                 chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
-                self._llm = RagBlendLLM(store=self._store, **chosen)
+                self._llm = RagBlendLLM(store=self._store, dtype=self._dtype, **chosen)
             return self._llm.engine
 
     @cached_property

@@ -46,12 +46,17 @@ class ReplyStream(Iterator[str]):
 
     Attributes:
         sources: the chunks that were retrieved for this turn, closest first.
+        messages: the whole prompt.
     """
 
     def __init__(
-        self, stream: AnswerStream, sources: Sequence[NodeWithScore], ended: Callable[[AnswerStream], None]
+        self,
+        stream: AnswerStream,
+        sources: Sequence[NodeWithScore],
+        messages: Sequence[Message],
+        ended: Callable[[AnswerStream], None],
     ) -> None:
-        self.sources = tuple(sources)
+        self.sources, self.messages = tuple(sources), tuple(messages)
         self._stream, self._ended = stream, ended
         self._open = True
 
@@ -148,14 +153,15 @@ class ChatSession:
         texts = list(dict.fromkeys(source.node.get_content().strip() for source in sources))
         turns = self._conversation.turns
         known, fresh = self._fitted(turns, texts, question, int(chosen["max_tokens"]))
-        stream = self._engine.stream(self._prompt(known, Turn(question, "", fresh)), **chosen)
+        messages = self._prompt(known, Turn(question, "", fresh))
+        stream = self._engine.stream(messages, **chosen)
 
         def ended(stream: AnswerStream) -> None:
             self.last_report = stream.report
             if answer := stream.text.strip():
                 self._conversation.add(Turn(question, answer, fresh), forget=turns[: len(turns) - len(known)])
 
-        return ReplyStream(stream, sources, ended)
+        return ReplyStream(stream, sources, messages, ended)
 
     def clear(self) -> None:
         """Forget what was said.
