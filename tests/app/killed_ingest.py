@@ -135,9 +135,11 @@ def main(model: Path, embedding_model: Path, folder: Path, kills: int, seed: int
     trial.ingest("warm")
     traced(trial)
     repeated: list[str] = []
+    longest = 0.0
     while trial.kills["killed"] < kills:
         trial.log.unlink(missing_ok=True)
         seconds = trial.undisturbed()
+        longest = max(longest, seconds)
         while trial.killed("disturbed", trial.random.uniform(0.0, seconds)):
             trial.kills["killed"] += 1
             if trial.kills["killed"] >= kills:
@@ -152,7 +154,7 @@ def main(model: Path, embedding_model: Path, folder: Path, kills: int, seed: int
         trial.change_documents()
     # Documents that change before what was killed could go on: nothing of what it began with is left.
     for n in range(kills // 2):
-        trial.killed("restless", trial.random.uniform(0.2, 1.0) * seconds)
+        trial.killed("restless", trial.random.uniform(0.3, 1.0) * longest)
         trial.change_documents(first=100 * n)
     trial.ingest("restless")
     trial.ingest("undisturbed")

@@ -377,3 +377,23 @@ def test_bench_ttft(cli: Cli, tmp_path: Path) -> None:
     assert shown.code == 0
     assert "cacheblend" in shown.out
     assert "speedup" in shown.out
+
+
+@needs_embedding
+def test_bench_chat(cli: Cli, tmp_path: Path) -> None:
+    data = questions(tmp_path / "questions.jsonl")
+    args = ["bench", "chat", "--data", data, "--chunks", "2", "--chunk-tokens", "60", "--turns", "2"]
+    done = cli(*args, "--answer-tokens", "4", "--json")
+    assert done.code == 0, done.err
+    assert [turn["turn"] for turn in done.json["turns"]] == [1, 2]
+    later = done.json["turns"][1]
+    assert later["prefix_tokens"] > 0
+    assert later["prefix_tokens"] + later["reused_tokens"] + later["fresh_tokens"] == later["prompt_tokens"]
+    assert done.json["ways"].keys() == later["ttft_s"].keys() == {"session", "same_messages", "context_engine"}
+    assert done.json["ways"]["session"]["session_speedup"] == 1.0
+    assert "generate" in done.json["ways"]["same_messages"]["about"]
+    shown = cli(*args, "--answer-tokens", "4")
+    assert shown.code == 0
+    assert "HuggingFaceLLM" in shown.out
+    assert cli(*args, "--turns", "1", "--json").json["error"]["type"] == "InvalidSettingError"
+    assert cli(*args, "--turns", "9", "--json").json["error"]["type"] == "InvalidSettingError"

@@ -69,3 +69,12 @@ def test_demo(tiny_model: Path, tmp_path: Path) -> None:
     out = run("demo.py", tmp_path / "store", RAGBLEND_MODEL=str(tiny_model))
     assert out.count("8 of 8 chunks reused") == 15
     assert "15 prompts" in out
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_chat(tiny_model: Path, tmp_path: Path) -> None:
+    out = run("chat.py", tiny_model, tmp_path / "store")
+    assert out.count("  0 tokens known") == 1, "only the first turn begins from nothing"
+    assert "3 turns" in out
+    again = run("chat.py", tiny_model, tmp_path / "store")
+    assert "6 turns" in again
