@@ -33,6 +33,8 @@ _ABOUT = {
     "context_engine": "transformers' generate, full prefill of what LlamaIndex's context chat engine would send",
 }
 
+_TIMES = ("tokenise_s", "lookup_s", "load_s", "stall_s", "select_s", "prefill_s")
+
 
 def run(
     *,
@@ -114,6 +116,7 @@ def run(
                         "recomputed_tokens": report.recomputed_tokens,
                         "fresh_tokens": report.fresh_tokens,
                         "ttft_s": {"session": report.ttft_s, **times},
+                        **{name: getattr(report, name) for name in _TIMES},
                         "context_engine_tokens": int(stock.ids(engine).shape[1]),
                     }
                 )
