@@ -8,181 +8,59 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.audit import CHECKED_LAYERS, COMPARED_TOKENS, FOREIGN, Audit, Audited, AuditLog, Guard, deviation
+from ragblend.audit import COMPARED_TOKENS, Audited, AuditLog, Guard
 from ragblend.blend.budget import Budget, Samples
 from ragblend.blend.controller import LoadingController
 from ragblend.blend.divergence import answer_logits, kl_divergence
-from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Plan, Prefilled, RatioChooser, Selector, full_plan, prefill
 from ragblend.blend.prefix import PrefixCache
 from ragblend.blend.selectors import QuestionAttention, RecomputeNone
 from ragblend.blend.variants import (
-    CONTEXT_TOKENS,
-    FILLER,
-    LABEL_BYTES,
-    POLICIES,
     VARIANTS,
-    Context,
     Name,
     Note,
-    Policy,
     best,
-    contexts,
     digest,
 )
+from ragblend.chunks import IngestReport, StoredChunks
 from ragblend.errors import (
     ContextWindowError,
     CorruptPayloadError,
-    IngestError,
     InvalidSettingError,
     NotCalibratedError,
 )
 from ragblend.idle import IdleWorker
-from ragblend.kv import ChunkKV
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
-from ragblend.prompt.chunk import Message, chunk_key, tokenizer_fingerprint
+from ragblend.prompt.chunk import Message, tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
-from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
 from ragblend.prompt.repeats import Mask, repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.quality import QUALITIES, MaxKL
 from ragblend.report import BlendReport, ChunkStatus, ChunkUse
+from ragblend.settings import DEFAULT_RATIO, EngineSettings, Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
 from ragblend.store.loader import LayerLoader, Prefetcher
 from ragblend.store.payload import PayloadReader
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_RATIO = 0.15
 _CALIBRATION = "calibration"  # the store's document
-DEFAULT_PREFIX_CACHE_BYTES = 512 * 1024 * 1024
-_REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
 _WAITING = 256  # misses waiting to be learned; more are dropped, they will be missed again
-_MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
 _READ = ("hit", "cut")  # statuses of spans whose KV is read
 _AUDITED_AT_ONCE = 256  # tokens: a request that comes in while another is audited waits for no more
-
-Ratio: TypeAlias = float | str | MaxKL | RatioChooser
-"""How much is recomputed: a share 0..1 of the reused tokens; or chosen for each request, so that the answer stays as
-close to a full prefill's as a quality ("strict", "balanced", "fast") or MaxKL(nats) says, which takes a calibrated
-store; or by a function of one's own. "auto": as much as hides behind loading, and never less than "balanced" takes, or
-where nothing is calibrated, the default."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine blends.
-
-    preamble: the head of the prompts to come, which stands before the first chunk: the text that begins the user's
-        message, or the messages up to there. Chunks are prefilled behind it.
-    policy: what else chunks are prefilled behind, see blend.variants. "none": alone, without the preamble too.
-    namespace: part of the name under which KV is stored that was prefilled behind other texts of the corpus, so that
-        engines that share a store never meet each other's texts.
-    ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
-    selector: which tokens those are; None: what calibration found best, before it QuestionAttention().
-    prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
-    reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
-    learn: store the KV of chunks that were missed, after the answer.
-    audit: which answers are held against a full prefill afterwards, and what is tolerated; None: none are.
-
-    Raises:
-        InvalidSettingError: a value out of range.
-    """
-
-    preamble: str | Sequence[Message] = ""
-    policy: Policy = "neighbours"
-    namespace: str = ""
-    ratio: Ratio = DEFAULT_RATIO
-    selector: Selector | None = None
-    prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES
-    reuse_blended: bool = True
-    learn: bool = True
-    audit: Audit | None = None
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        if self.selector is not None:
-            check_selector(self.selector)
-        if not isinstance(self.preamble, str) and not (
-            isinstance(self.preamble, Sequence) and all(isinstance(m, Message) for m in self.preamble)
-        ):
-            raise InvalidSettingError(f"the preamble is a string or a sequence of Messages; got {self.preamble!r}")
-        if self.policy not in POLICIES:
-            raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {self.policy!r}")
-        if not isinstance(self.namespace, str):
-            raise InvalidSettingError(f"the namespace is a string; got {self.namespace!r}")
-        if self.audit is not None and not isinstance(self.audit, Audit):
-            raise InvalidSettingError(f"audit is an Audit, such as Audit(share=0.02), or None; got {self.audit!r}")
-        if self.prefix_cache_bytes < 0:
-            raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
-
-
-def check_ratio(ratio: Ratio) -> None:
-    """Raises InvalidSettingError unless it is a Ratio."""
-    if ratio == "auto" or isinstance(ratio, MaxKL) or callable(ratio):
-        return
-    if isinstance(ratio, str) and ratio in QUALITIES:
-        return
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
-        raise InvalidSettingError(
-            f"the recompute ratio is a number from 0 to 1, 'auto', one of {', '.join(QUALITIES)}, or a MaxKL; got "
-            f"{ratio!r}"
-        )
-
-
-def check_selector(selector: object) -> None:
-    """Raises InvalidSettingError unless it is an instance of a selector."""
-    if isinstance(selector, type) or not callable(getattr(selector, "scores", None)):
-        raise InvalidSettingError(f"the selector is an object such as QuestionAttention() or HKVD(); got {selector!r}")
-
-
-class Entry(NamedTuple):
-    """One stored variant of an ingested text.
-
-    text: number of the text. variant: what it was prefilled behind. key: its name in the store.
-    neighbour: number of the text, of those offered for it, that it was prefilled behind; None for the head and the
-        filler.
-    """
-
-    text: int
-    variant: Name
-    key: str
-    neighbour: int | None
-
-
-@dataclass(frozen=True)
-class IngestReport:
-    """What an ingest did.
-
-    Attributes:
-        computed, already_stored, empty: texts with something to compute, with everything there, and without tokens;
-            together all texts that were seen. A repeated text counts as already stored.
-        tokens, bytes: of the KV that was computed, over all variants.
-        entries: the variants of each text, in order.
-    """
-
-    computed: int
-    already_stored: int
-    empty: int
-    tokens: int
-    bytes: int
-    seconds: float
-    entries: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -308,12 +186,20 @@ class RagBlend:
         self.fingerprint = hashlib.blake2b(
             f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
         ).hexdigest()
-        self.preamble_ids = self._preamble_ids()
-        self._label_key = hashlib.blake2b(f"{self.fingerprint}:{self.preamble_ids}".encode()).digest()
-        self._separator = self.prompts.encode_text("\n\n")
-        self._filler = (*self.prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
+        preamble, policy = self.settings.preamble, self.settings.policy
+        head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)
+        self.preamble_ids = () if policy == "none" else self.prompts.head_ids(head)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else KVStore(store)
+        self.chunks = StoredChunks(
+            self.decoder,
+            self.prompts,
+            self.store,
+            fingerprint=self.fingerprint,
+            preamble_ids=self.preamble_ids,
+            policy=policy,
+            namespace=self.settings.namespace,
+        )
         self._blending = hashlib.blake2b(
             repr((self.fingerprint, self.preamble_ids, self.settings.policy, self.settings.namespace)).encode(),
             digest_size=16,
@@ -322,11 +208,7 @@ class RagBlend:
         self._budgets: dict[MaxKL, Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
-        self._precomputer = Precomputer(self.decoder, self.preamble_ids)
         self._compute = self.decoder.turn
-        self._index = ChunkIndex()
-        self._index_lock = threading.Lock()
-        self._index_version = -1
         self._last_compute = 0.0
         self._prefetcher = Prefetcher()
         self._idle = IdleWorker(lambda: self._last_compute, _WAITING)
@@ -399,130 +281,15 @@ class RagBlend:
             IngestError: something is not a text, or there are neighbours for more or fewer texts than there are.
             StoreFullError: the disk is full; what was stored before stays.
         """
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise IngestError(f"ingest takes a list of texts, not {type(texts).__name__}")
-        if neighbours is not None and isinstance(texts, Sized) and len(texts) != len(neighbours):
-            raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
-        started = time.perf_counter()
-        computed = stored = empty = tokens = n_bytes = 0
-        entries: list[Entry] = []
-        records: list[bytes] = []
-        # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
-        with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
-            writing: dict[str, Future[int]] = {}
-            noted: dict[str, bytes] = {}  # of what is being written
-            try:
-                for number, text in enumerate(texts):
-                    if not isinstance(text, str):
-                        raise IngestError(f"ingest takes texts, not {type(text).__name__}")
-                    if neighbours is not None and number >= len(neighbours):
-                        raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
-                    text = text.strip()
-                    ids = self.prompts.encode_text(text)
-                    if not ids:
-                        empty += 1
-                    else:
-                        chosen, offered = self._contexts(ids, () if neighbours is None else neighbours[number])
-                        notes = self.store.notes([self._key(ids, context.name) for context in chosen]) | noted
-                        new = 0
-                        for context in chosen:
-                            key = self._key(ids, context.name)
-                            if key in notes and context.source is not None:
-                                behind = Note.from_bytes(notes[key], len(ids)).behind
-                                source = offered.get(behind)
-                            else:
-                                source = context.source
-                            there = key in notes and (source is not None or context.source is None)
-                            if not there:
-                                layers, note = self._chunk_kv(ids, context, text)
-                                for write in writing.values():
-                                    n_bytes += write.result()
-                                put = partial(self.store.put, note=note.to_bytes(), overwrite=key in notes)
-                                writing, noted = {key: writer.submit(put, key, layers)}, {key: note.to_bytes()}
-                                source = context.source
-                                new += 1
-                                tokens += len(ids)
-                            entries.append(Entry(number, context.name, key, source))
-                        computed += new > 0
-                        stored += new == 0
-                        if is_indexable(text):
-                            records.append(record_for(text))
-                    if len(records) >= _REMEMBER_EVERY:
-                        self._remember(records)
-                        records = []
-                    if progress is not None:
-                        progress(number + 1)
-            finally:
-                # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
-                self._remember(records)
-            for write in writing.values():
-                n_bytes += write.result()
-        seconds = time.perf_counter() - started
-        return IngestReport(computed, stored, empty, tokens, n_bytes, seconds, tuple(entries))
+        return self.chunks.ingest(texts, neighbours=neighbours, progress=progress)
 
     def stored_variants(self, text: str) -> dict[Name, str]:
         """The variants of a text that this engine would use and the store has, with their keys."""
-        keys = self.variant_keys(text)
-        notes = self.store.notes(list(keys.values()))
-        return {name: key for name, key in keys.items() if key in notes}
+        return self.chunks.stored(text)
 
     def variant_keys(self, text: str) -> dict[Name, str]:
         """Under which keys `ingest` may store a text, and answers look for it."""
-        ids = self.prompts.encode_text(text.strip())
-        return {name: self._key(ids, name) for name in VARIANTS[self.settings.policy]} if ids else {}
-
-    def _contexts(self, ids: Sequence[int], offered: Sequence[str] = ()) -> tuple[list[Context], dict[bytes, int]]:
-        """The variants to make of a chunk, and which offered text each digest of what stands before it means.
-
-        What would not fit the model's window is made behind the head alone.
-        """
-        room = self.decoder.context_window_tokens - len(self.preamble_ids) - len(ids)
-        texts = [self.prompts.encode_text(text.strip())[:CONTEXT_TOKENS] for text in offered]
-        behind = [
-            (*text, *self._separator) if text and len(text) + len(self._separator) <= room else () for text in texts
-        ]
-        filler = self._filler if len(self._filler) <= room else ()
-        names = {self._behind(text): n for n, text in reversed(list(enumerate(behind))) if text}
-        return contexts(self.settings.policy, ids, filler, behind), names
-
-    def _behind(self, context: Sequence[int]) -> bytes:
-        return digest(np.asarray((*self.preamble_ids, *context), dtype=np.int64))
-
-    def _key(self, ids: Sequence[int] | np.ndarray, variant: Name) -> str:
-        """The name of a chunk's variant in the store.
-
-        It holds what the chunk was prefilled behind as far as that is the same for all chunks. What it was for this
-        one is kept in its note: a prompt that looks for the chunk cannot know it.
-        """
-        before = (*self.preamble_ids, *self._filler) if variant == "filler" else self.preamble_ids
-        own = variant in ("alone", "head", "filler")
-        return chunk_key(self.fingerprint, before, ids, "" if own else f"{variant}:{self.settings.namespace}")
-
-    def _chunk_kv(self, ids: Sequence[int], context: Context, text: str = "") -> tuple[ChunkKV, Note]:
-        label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
-        noted = text if len(text) <= _MAX_NOTED_CHARS else ""
-        note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted)
-        # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
-        neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
-        stored = bool(neighbour) and (key := self._key(neighbour, "head")) in self.store
-        reader = self.store.open(key) if stored else None
-        with self._compute:
-            if reader is not None and reader.shapes == self.decoder.shapes and reader.dtype == self.decoder.dtype:
-                try:
-                    with reader, LayerLoader([reader], device=self.decoder.device, dtype=self.decoder.dtype) as loader:
-                        return self._precomputer.chunk_kv(ids, context.ids, loader, len(neighbour)), note
-                except CorruptPayloadError as error:
-                    _log.warning("%s", error)
-            return self._precomputer.chunk_kv(ids, context.ids), note
-
-    def _label(self, record: bytes) -> bytes:
-        """By which KV of a text is found that this model made behind this preamble."""
-        return hashlib.blake2b(record, key=self._label_key, digest_size=LABEL_BYTES).digest()
-
-    def _remember(self, records: Sequence[bytes]) -> None:
-        if records:
-            self._index.add(records)
-            self.store.remember(records)
+        return self.chunks.keys(text)
 
     # -- answer -------------------------------------------------------------------------------------------------
 
@@ -599,7 +366,9 @@ class RagBlend:
         check_selector(selector)
         least = 0.0 if self._guard is None else self._guard.least_ratio
         ratio = 1.0 if least == 1.0 else ratio
-        layout = lay_out(self.prompts, prompt, self._known_texts(), self._texts_of, tools=tools, begin=begin)
+        layout = lay_out(
+            self.prompts, prompt, self.chunks.known_texts(), self.chunks.texts_of, tools=tools, begin=begin
+        )
         tokens, window = len(layout.ids), self.decoder.context_window_tokens
         if tokens >= window:
             raise ContextWindowError(tokens, max_tokens, window)
@@ -739,7 +508,7 @@ class RagBlend:
         names = VARIANTS[self.settings.policy]
         spans = layout.chunks
         stored_ids = [layout.stored_ids_of(span) for span in spans]
-        keys = [{name: self._key(ids, name) for name in names} for ids in stored_ids]
+        keys = [{name: self.chunks.key(ids, name) for name in names} for ids in stored_ids]
         notes = self.store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
         here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
         choices = []
@@ -794,23 +563,6 @@ class RagBlend:
             and reader.shapes == self.decoder.shapes
         )
 
-    def _known_texts(self) -> ChunkIndex:
-        """The index of chunk texts, with what other processes added since."""
-        with self._index_lock:
-            version = self.store.remembered_version()
-            if version != self._index_version:
-                since = self.store.remembered(after=max(0, self._index_version))
-                # Another version's records would match nothing.
-                self._index.add(record for record in since if len(record) == RECORD_BYTES)
-                self._index_version = version
-        return self._index
-
-    def _texts_of(self, records: Sequence[bytes]) -> dict[bytes, str]:
-        """The texts of those records for which this model's KV is stored."""
-        by_label = {self._label(record): record for record in records}
-        notes = (Note.from_bytes(note) for note in self.store.notes_labelled(list(by_label)).values())
-        return {by_label[note.label]: note.text for note in notes if note.label in by_label and note.text}
-
     def steps(self, ready: Ready, settings: DecodeSettings, *, marks: bool = False) -> Generator[Step, None, None]:
         """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side.
 
@@ -853,7 +605,7 @@ class RagBlend:
             if self.settings.reuse_blended:
                 self.prefix_cache.keep_whole(ready.root, with_answer, ready.cache, len(ready.ids))
         for miss in ready.misses:
-            self._idle.submit("a missed chunk was not learned", partial(self._learn, miss))
+            self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))
         blended = ready.exact_tokens < len(ready.ids) and len(token_ids) > 0
         if blended and self._guard is not None and self._guard.picks():
             job = partial(self._audit, ready, tuple(token_ids), sampled)
@@ -870,17 +622,7 @@ class RagBlend:
         Returns:
             how many bytes were asked for, in the end. There is no need to wait for it.
         """
-        return self._prefetcher.start(partial(self._payloads_of, list(texts)))
-
-    def _payloads_of(self, texts: Sequence[str]) -> Iterator[Path]:
-        """For each text the payload of the variant that it most likely takes: that depends on the prompt to come."""
-        names = VARIANTS[self.settings.policy]
-        for place, text in enumerate(texts):
-            ids = self.prompts.encode_text(text.strip())
-            # The first one is likely to come right behind the head.
-            order = names if place else sorted(names, key=lambda name: name != "head")
-            paths = self.store.paths([self._key(ids, name) for name in order] if ids else [])
-            yield from list(paths.values())[:1]
+        return self._prefetcher.start(partial(self.chunks.payloads_of, list(texts)))
 
     # -- calibration --------------------------------------------------------------------------------------------
 
@@ -937,20 +679,6 @@ class RagBlend:
 
     # -- when there is nothing else to do -----------------------------------------------------------------------
 
-    def _learn(self, miss: _Miss) -> None:
-        """Store a missed chunk's KV.
-
-        Behind the filler, where the policy would have a text of the corpus: what stood beside it in one prompt may be
-        anybody's.
-        """
-        for context in self._contexts(miss.ids)[0]:
-            key = self._key(miss.ids, context.name)
-            if key not in self.store:
-                layers, note = self._chunk_kv(miss.ids, context, miss.text)
-                self.store.put(key, layers, note=note.to_bytes())
-        if is_indexable(miss.text):
-            self._remember([record_for(miss.text)])
-
     def _audit(self, ready: Ready, answer: Sequence[int], sampled: bool) -> None:
         """Hold an answer against a full prefill's; see audit.py."""
         assert self._guard is not None
@@ -988,28 +716,13 @@ class RagBlend:
             known = stop
 
     def _foreign(self, ready: Ready) -> tuple[str, ...]:
-        """Of one chunk that was reused: the keys of its stored KV, if that is not what this model makes of it.
-
-        Checked is what was prefilled behind the head or the filler; what else it was behind is known by a digest only.
-        A chunk that fails is forgotten altogether, to be learned anew.
-        """
+        """What of one of the chunks that were reused is stored and is not this model's; see StoredChunks.foreign."""
         hits = [use for use in ready.report.chunks if use.status in ("hit", "prefix")]
         if not hits:
             return ()
         use = hits[int(ready.ids.sum()) % len(hits)]
-        ids = tuple(ready.ids[use.start : use.stop].tolist())
-        for context in self._contexts(ids)[0]:
-            reader = self.store.open(self._key(ids, context.name))
-            if reader is None:
-                continue
-            with reader:
-                stored = [reader.read_layer_kv(layer) for layer in range(min(CHECKED_LAYERS, self.decoder.n_layers))]
-            self._idle.wait_for_idle()
-            if deviation(stored, self._chunk_kv(ids, context)[0][: len(stored)]) > FOREIGN:
-                keys = [self._key(ids, name) for name in VARIANTS[self.settings.policy]]
-                return tuple(key for key in keys if self.store.delete(key))
-            return ()
-        return ()
+        self._idle.wait_for_idle()
+        return self.chunks.foreign(ready.ids[use.start : use.stop].tolist())
 
     def audits(self) -> AuditLog:
         """What audits found so far, and whether the guard has stepped in."""
@@ -1034,12 +747,6 @@ class RagBlend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _preamble_ids(self) -> tuple[int, ...]:
-        if self.settings.policy == "none":
-            return ()
-        preamble = self.settings.preamble
-        return self.prompts.head_ids([Message("user", preamble)] if isinstance(preamble, str) else list(preamble))
 
 
 def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[_Choice]) -> Plan:

@@ -28,9 +28,11 @@ ALLOWED: dict[str, set[str]] = {
     "blend": NOUNS | ENGINE_ROOMS,
     "audit": NOUNS,
     "idle": NOUNS,
-    "engine": NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle"},
+    "settings": NOUNS | {"prompt", "blend", "audit"},
+    "chunks": NOUNS | ENGINE_ROOMS | {"blend", "audit"},
+    "engine": NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks"},
 }
-ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "engine"}
+ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks", "engine"}
 APPLICATIONS: dict[str, set[str]] = {
     "kb": ENGINE,
     "evaluation": ENGINE | {"kb"},

@@ -15,7 +15,6 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, Message, RagBlend
 from ragblend.blend.selectors import HKVD, QuestionAttention
-from ragblend.engine import EngineSettings
 from ragblend.errors import (
     ContextWindowError,
     EmptyPromptError,
@@ -26,6 +25,7 @@ from ragblend.errors import (
 )
 from ragblend.model.decoder import Decoder
 from ragblend.model.sources import load_model
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 TEXTS = [

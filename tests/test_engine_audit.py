@@ -15,9 +15,9 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Audit, Chunk, RagBlend
 from ragblend.audit import Audited, AuditLog, Guard
-from ragblend.engine import EngineSettings
 from ragblend.errors import InvalidSettingError
 from ragblend.model.decoder import Decoder
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 TEXTS = [

@@ -15,8 +15,9 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, Message, RagBlend
 from ragblend.blend.selectors import RecomputeNone
-from ragblend.engine import EngineSettings, Ready
+from ragblend.engine import Ready
 from ragblend.prompt.layout import lay_out
+from ragblend.settings import EngineSettings
 
 HEAD = "Read this.\n\n"
 LIGHTHOUSE = (
@@ -125,7 +126,7 @@ def test_never_a_wrong_token_is_reused(engine: RagBlend, parts: list[str], glue:
     everywhere = slice(0, len(ready.ids))
     for got, want in zip(ready.cache.read(0, everywhere), full.cache.read(0, everywhere), strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    layout = lay_out(engine.prompts, prompt, engine._known_texts(), engine._texts_of)
+    layout = lay_out(engine.prompts, prompt, engine.chunks.known_texts(), engine.chunks.texts_of)
     for span in layout.chunks:
         assert any(layout.ids_of(span).tolist() == engine.prompts.encode_text(text)[: len(span)] for text in TEXTS), (
             span

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from tiny_tokenizers import BUILDERS
 
 from ragblend import RagBlend
-from ragblend.engine import EngineSettings
+from ragblend.settings import EngineSettings
 from ragblend.store import loader
 
 TEXTS = [

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ragblend import Chunk, RagBlend
 from ragblend.blend.variants import CONTEXT_TOKENS, FILLER, POLICIES, VARIANTS, Name, Policy
-from ragblend.engine import EngineSettings, Entry, IngestReport
+from ragblend.chunks import Entry, IngestReport
 from ragblend.errors import IngestError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 LAMP = "The lamp burned oil from whales until 1902, and electric light came with the new keeper and his dog."

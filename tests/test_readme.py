@@ -154,7 +154,8 @@ def test_the_file_map_is_of_this_repository() -> None:
 
 
 def test_the_settings_are_those_of_the_code() -> None:
-    from ragblend.engine import EngineSettings, RagBlend
+    from ragblend.engine import RagBlend
+    from ragblend.settings import EngineSettings
 
     parameters = inspect.signature(RagBlend.from_pretrained).parameters
     known = {name: parameter.default for name, parameter in parameters.items() if name != "settings"}

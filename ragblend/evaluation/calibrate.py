@@ -20,7 +20,7 @@ from ragblend.blend.budget import RATIOS, Floats, Samples, signals
 from ragblend.blend.divergence import kl_divergence
 from ragblend.blend.prefill import Pass, Selector
 from ragblend.blend.selectors import FirstTokens, QuestionAttention, selector_as_dict
-from ragblend.engine import RagBlend, Ratio
+from ragblend.engine import RagBlend
 from ragblend.errors import IngestError, InvalidSettingError
 from ragblend.evaluation.metrics import bootstrap_interval, paired_ratio_interval
 from ragblend.kb.knowledge import DEFAULT_TOP_K
@@ -29,6 +29,7 @@ from ragblend.prompt.chunk import Message
 from ragblend.prompt.layout import Prompt
 from ragblend.quality import QUALITIES, RISK, MaxKL
 from ragblend.report import BlendReport
+from ragblend.settings import Ratio
 
 if TYPE_CHECKING:
     pass

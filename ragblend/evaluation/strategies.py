@@ -16,10 +16,11 @@ from pathlib import Path
 from ragblend.blend.prefill import Selector
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeNone
 from ragblend.blend.variants import POLICIES, Policy
-from ragblend.engine import EngineSettings, RagBlend
+from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.model.decoder import Decoder, PreTrainedTokenizerBase
 from ragblend.prompt.template import PromptTokenizer
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 SELECTORS: Mapping[str, Selector] = {

@@ -35,7 +35,7 @@ from ragblend.store.kvstore import KVStore
 if TYPE_CHECKING:
     import numpy as np
 
-    from ragblend.engine import IngestReport
+    from ragblend.chunks import IngestReport
 
 Progress = Callable[[str, float, int], None]
 """Called with (document at work, documents done with its fraction, documents in all)."""

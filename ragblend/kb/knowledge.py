@@ -167,7 +167,7 @@ class KnowledgeBase:
         if not question.strip():
             raise EmptyPromptError("the question is empty: ask something")
         if "ratio" in settings and settings["ratio"] is not None:
-            from ragblend.engine import check_ratio
+            from ragblend.settings import check_ratio
 
             check_ratio(settings["ratio"])
         if settings.keys() & {"max_tokens", "temperature", "top_p", "repetition_penalty", "seed"}:

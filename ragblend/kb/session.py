@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ragblend.engine import AnswerStream, RagBlend, check_ratio, check_selector
+from ragblend.engine import AnswerStream, RagBlend
 from ragblend.errors import EmptyPromptError, InvalidSettingError
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation, Turn
 from ragblend.kb.files import readable
@@ -30,6 +30,7 @@ from ragblend.kb.reports import Reply
 from ragblend.model.generate import DecodeSettings
 from ragblend.prompt.chunk import Chunk, Message
 from ragblend.report import BlendReport
+from ragblend.settings import check_ratio, check_selector
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore

@@ -11,13 +11,13 @@ from command_line import Cli
 
 from ragblend import MaxKL, RagBlend
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
-from ragblend.engine import EngineSettings
 from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError
 from ragblend.evaluation import budget
 from ragblend.evaluation.calibrate import NEEDED, calibrate
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.kb import KnowledgeBase
 from ragblend.model.sources import load_model
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 CASES = two_hop(NEEDED + 7, chunks=3)  # a few have nothing to blend: both chunks stand where they were prefilled

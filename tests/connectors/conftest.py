@@ -14,7 +14,7 @@ from llama_bench import TEXTS, MakeEngine, Recorder, tiny_llama
 from llama_index.core import Settings
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 
-from ragblend.engine import EngineSettings
+from ragblend.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from transformers import LlamaForCausalLM
 
-from ragblend.engine import EngineSettings
+from ragblend.settings import EngineSettings
 
 # Core's agents use deprecated parts of core.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -48,7 +48,8 @@ from llama_index.llms.ragblend.opening import ENGINE_SETTINGS, FORMATTING, Openi
 from llama_index.llms.ragblend.retrieval import listen, stop_listening
 
 from ragblend.blend.prefill import Selector
-from ragblend.engine import AnswerStream, IngestReport, RagBlend, Ratio, check_ratio, check_selector
+from ragblend.chunks import IngestReport
+from ragblend.engine import AnswerStream, RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import DEFAULT_MODEL, Model
@@ -56,6 +57,7 @@ from ragblend.prompt.chunk import Message, ToolCall
 from ragblend.prompt.match import is_indexable, record_for
 from ragblend.quality import MaxKL
 from ragblend.report import BlendReport
+from ragblend.settings import Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
 
 _DECODING = ("max_tokens", "temperature", "top_p", "repetition_penalty", "stop", "seed")

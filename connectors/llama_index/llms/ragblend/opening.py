@@ -13,10 +13,11 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.llms.ragblend.preamble import default_preamble
 
-from ragblend.engine import EngineSettings, RagBlend
+from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.model.sources import Model, cache_folder, load_model
 from ragblend.prompt.chunk import Message, template_sources
+from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
 FORMATTING = ("system_prompt", "messages_to_prompt", "completion_to_prompt", "query_wrapper_prompt", "output_parser")

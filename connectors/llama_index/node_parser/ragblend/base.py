@@ -14,7 +14,8 @@ from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.llms.ragblend import RagBlendLLM
 
 from ragblend.blend.variants import neighbours_of
-from ragblend.engine import IngestReport, RagBlend
+from ragblend.chunks import IngestReport
+from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
 
 

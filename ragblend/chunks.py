@@ -1,0 +1,306 @@
+"""The chunks of an engine in its store: how they are named, made, checked, and found again by their text.
+
+A chunk's name, its key, says which model made its KV and what it stands behind as far as that is the same for all
+chunks. What else it stands behind is kept in its note (see blend.variants). Beside the KV there are records of the
+chunks' texts, by which they are found in a prompt (see prompt.match).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ragblend.audit import CHECKED_LAYERS, FOREIGN, deviation
+from ragblend.blend.precompute import Precomputer
+from ragblend.blend.variants import (
+    CONTEXT_TOKENS,
+    FILLER,
+    LABEL_BYTES,
+    VARIANTS,
+    Context,
+    Name,
+    Note,
+    Policy,
+    contexts,
+    digest,
+)
+from ragblend.errors import CorruptPayloadError, IngestError
+from ragblend.kv import ChunkKV
+from ragblend.model.decoder import Decoder
+from ragblend.prompt.chunk import chunk_key
+from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
+from ragblend.prompt.template import PromptTokenizer
+from ragblend.store.kvstore import KVStore
+from ragblend.store.loader import LayerLoader
+
+_log = logging.getLogger(__name__)
+
+_REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
+_MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
+
+
+class Entry(NamedTuple):
+    """One stored variant of an ingested text.
+
+    text: number of the text. variant: what it was prefilled behind. key: its name in the store.
+    neighbour: number of the text, of those offered for it, that it was prefilled behind; None for the head and the
+        filler.
+    """
+
+    text: int
+    variant: Name
+    key: str
+    neighbour: int | None
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """What an ingest did.
+
+    Attributes:
+        computed, already_stored, empty: texts with something to compute, with everything there, and without tokens;
+            together all texts that were seen. A repeated text counts as already stored.
+        tokens, bytes: of the KV that was computed, over all variants.
+        entries: the variants of each text, in order.
+    """
+
+    computed: int
+    already_stored: int
+    empty: int
+    tokens: int
+    bytes: int
+    seconds: float
+    entries: tuple[Entry, ...] = ()
+
+
+class StoredChunks:
+    """The chunks of one model behind one preamble, under one policy and in one namespace. Thread-safe.
+
+    fingerprint: of model and tokenizer. preamble_ids: the head that chunks are prefilled behind.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: PromptTokenizer,
+        store: KVStore,
+        *,
+        fingerprint: str,
+        preamble_ids: tuple[int, ...],
+        policy: Policy,
+        namespace: str,
+    ) -> None:
+        self._decoder, self._prompts, self._store = decoder, prompts, store
+        self._fingerprint, self.preamble_ids = fingerprint, preamble_ids
+        self._policy, self._namespace = policy, namespace
+        self._label_key = hashlib.blake2b(f"{fingerprint}:{preamble_ids}".encode()).digest()
+        self._separator = prompts.encode_text("\n\n")
+        self._filler = (*prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
+        self._precomputer = Precomputer(decoder, preamble_ids)
+        self._index = ChunkIndex()
+        self._index_lock = threading.Lock()
+        self._index_version = -1
+
+    def ingest(
+        self,
+        texts: Iterable[str],
+        *,
+        neighbours: Sequence[Sequence[str]] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> IngestReport:
+        """See RagBlend.ingest."""
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise IngestError(f"ingest takes a list of texts, not {type(texts).__name__}")
+        if neighbours is not None and isinstance(texts, Sized) and len(texts) != len(neighbours):
+            raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
+        started = time.perf_counter()
+        computed = stored = empty = tokens = n_bytes = 0
+        entries: list[Entry] = []
+        records: list[bytes] = []
+        # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
+        with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
+            writing: dict[str, Future[int]] = {}
+            noted: dict[str, bytes] = {}  # of what is being written
+            try:
+                for number, text in enumerate(texts):
+                    if not isinstance(text, str):
+                        raise IngestError(f"ingest takes texts, not {type(text).__name__}")
+                    if neighbours is not None and number >= len(neighbours):
+                        raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
+                    text = text.strip()
+                    ids = self._prompts.encode_text(text)
+                    if not ids:
+                        empty += 1
+                    else:
+                        chosen, offered = self.contexts(ids, () if neighbours is None else neighbours[number])
+                        notes = self._store.notes([self.key(ids, context.name) for context in chosen]) | noted
+                        new = 0
+                        for context in chosen:
+                            key = self.key(ids, context.name)
+                            if key in notes and context.source is not None:
+                                behind = Note.from_bytes(notes[key], len(ids)).behind
+                                source = offered.get(behind)
+                            else:
+                                source = context.source
+                            there = key in notes and (source is not None or context.source is None)
+                            if not there:
+                                layers, note = self.kv(ids, context, text)
+                                for write in writing.values():
+                                    n_bytes += write.result()
+                                put = partial(self._store.put, note=note.to_bytes(), overwrite=key in notes)
+                                writing, noted = {key: writer.submit(put, key, layers)}, {key: note.to_bytes()}
+                                source = context.source
+                                new += 1
+                                tokens += len(ids)
+                            entries.append(Entry(number, context.name, key, source))
+                        computed += new > 0
+                        stored += new == 0
+                        if is_indexable(text):
+                            records.append(record_for(text))
+                    if len(records) >= _REMEMBER_EVERY:
+                        self._remember(records)
+                        records = []
+                    if progress is not None:
+                        progress(number + 1)
+            finally:
+                # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
+                self._remember(records)
+            for write in writing.values():
+                n_bytes += write.result()
+        seconds = time.perf_counter() - started
+        return IngestReport(computed, stored, empty, tokens, n_bytes, seconds, tuple(entries))
+
+    def stored(self, text: str) -> dict[Name, str]:
+        """The variants of a text that this engine would use and the store has, with their keys."""
+        keys = self.keys(text)
+        notes = self._store.notes(list(keys.values()))
+        return {name: key for name, key in keys.items() if key in notes}
+
+    def keys(self, text: str) -> dict[Name, str]:
+        """Under which keys `ingest` may store a text, and answers look for it."""
+        ids = self._prompts.encode_text(text.strip())
+        return {name: self.key(ids, name) for name in VARIANTS[self._policy]} if ids else {}
+
+    def contexts(self, ids: Sequence[int], offered: Sequence[str] = ()) -> tuple[list[Context], dict[bytes, int]]:
+        """The variants to make of a chunk, and which offered text each digest of what stands before it means.
+
+        What would not fit the model's window is made behind the head alone.
+        """
+        room = self._decoder.context_window_tokens - len(self.preamble_ids) - len(ids)
+        texts = [self._prompts.encode_text(text.strip())[:CONTEXT_TOKENS] for text in offered]
+        behind = [
+            (*text, *self._separator) if text and len(text) + len(self._separator) <= room else () for text in texts
+        ]
+        filler = self._filler if len(self._filler) <= room else ()
+        names = {self._behind(text): n for n, text in reversed(list(enumerate(behind))) if text}
+        return contexts(self._policy, ids, filler, behind), names
+
+    def _behind(self, context: Sequence[int]) -> bytes:
+        return digest(np.asarray((*self.preamble_ids, *context), dtype=np.int64))
+
+    def key(self, ids: Sequence[int] | np.ndarray, variant: Name) -> str:
+        """The name of a chunk's variant in the store.
+
+        It holds what the chunk was prefilled behind as far as that is the same for all chunks. What it was for this
+        one is kept in its note: a prompt that looks for the chunk cannot know it.
+        """
+        before = (*self.preamble_ids, *self._filler) if variant == "filler" else self.preamble_ids
+        own = variant in ("alone", "head", "filler")
+        return chunk_key(self._fingerprint, before, ids, "" if own else f"{variant}:{self._namespace}")
+
+    def kv(self, ids: Sequence[int], context: Context, text: str = "") -> tuple[ChunkKV, Note]:
+        label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
+        noted = text if len(text) <= _MAX_NOTED_CHARS else ""
+        note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted)
+        # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
+        neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
+        stored = bool(neighbour) and (key := self.key(neighbour, "head")) in self._store
+        reader = self._store.open(key) if stored else None
+        with self._decoder.turn:
+            if reader is not None and reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
+                try:
+                    with (
+                        reader,
+                        LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader,
+                    ):
+                        return self._precomputer.chunk_kv(ids, context.ids, loader, len(neighbour)), note
+                except CorruptPayloadError as error:
+                    _log.warning("%s", error)
+            return self._precomputer.chunk_kv(ids, context.ids), note
+
+    def _label(self, record: bytes) -> bytes:
+        """By which KV of a text is found that this model made behind this preamble."""
+        return hashlib.blake2b(record, key=self._label_key, digest_size=LABEL_BYTES).digest()
+
+    def _remember(self, records: Sequence[bytes]) -> None:
+        if records:
+            self._index.add(records)
+            self._store.remember(records)
+
+    def learn(self, ids: Sequence[int], text: str) -> None:
+        """Store the KV of a chunk that was missed.
+
+        Behind the filler, where the policy would have a text of the corpus: what stood beside it in one prompt may be
+        anybody's.
+        """
+        for context in self.contexts(ids)[0]:
+            key = self.key(ids, context.name)
+            if key not in self._store:
+                layers, note = self.kv(ids, context, text)
+                self._store.put(key, layers, note=note.to_bytes())
+        if is_indexable(text):
+            self._remember([record_for(text)])
+
+    def foreign(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """The keys of a chunk's stored KV, if that is not what this model makes of it. It is then forgotten altogether.
+
+        Checked is what was prefilled behind the head or the filler; what else it was behind is known by a digest only.
+        """
+        for context in self.contexts(ids)[0]:
+            reader = self._store.open(self.key(ids, context.name))
+            if reader is None:
+                continue
+            with reader:
+                stored = [reader.read_layer_kv(layer) for layer in range(min(CHECKED_LAYERS, self._decoder.n_layers))]
+            if deviation(stored, self.kv(ids, context)[0][: len(stored)]) > FOREIGN:
+                keys = [self.key(ids, name) for name in VARIANTS[self._policy]]
+                return tuple(key for key in keys if self._store.delete(key))
+            return ()
+        return ()
+
+    def known_texts(self) -> ChunkIndex:
+        """The index of chunk texts, with what other processes added since."""
+        with self._index_lock:
+            version = self._store.remembered_version()
+            if version != self._index_version:
+                since = self._store.remembered(after=max(0, self._index_version))
+                # Another version's records would match nothing.
+                self._index.add(record for record in since if len(record) == RECORD_BYTES)
+                self._index_version = version
+        return self._index
+
+    def texts_of(self, records: Sequence[bytes]) -> dict[bytes, str]:
+        """The texts of those records for which this model's KV is stored."""
+        by_label = {self._label(record): record for record in records}
+        notes = (Note.from_bytes(note) for note in self._store.notes_labelled(list(by_label)).values())
+        return {by_label[note.label]: note.text for note in notes if note.label in by_label and note.text}
+
+    def payloads_of(self, texts: Sequence[str]) -> Iterator[Path]:
+        """For each text the payload of the variant that it most likely takes: that depends on the prompt to come."""
+        names = VARIANTS[self._policy]
+        for place, text in enumerate(texts):
+            ids = self._prompts.encode_text(text.strip())
+            # The first one is likely to come right behind the head.
+            order = names if place else sorted(names, key=lambda name: name != "head")
+            paths = self._store.paths([self.key(ids, name) for name in order] if ids else [])
+            yield from list(paths.values())[:1]
