@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -33,6 +33,8 @@ from ragblend.quality import QUALITIES, MaxKL
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from ragblend.blend.variants import Policy
 
 _SKIPPED, _FAILED, _INTERRUPTED = 3, 1, 130
 _COLUMNS = ("ttft_s", "cold_ttft_s", "speedup", "rows_fraction", "decode_tokens_per_s")
@@ -133,6 +135,15 @@ def ingest(
     store: Store = DEFAULT_STORE,
     model: Model = None,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk at most.")] = 300,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P",
+            help="What chunks are prefilled behind: neighbours, filler, document, system or none. Default: as before, "
+            "neighbours at first.",
+            show_default=False,
+        ),
+    ] = None,
     size_limit_gb: Annotated[
         float | None,
         typer.Option(help="Keep at most so many GB of KV; least recently used goes first.", show_default=False),
@@ -166,6 +177,7 @@ def ingest(
                 model=model,
                 embedding_model=embedding_model,
                 chunk_tokens=chunk_tokens,
+                policy=cast("Policy | None", policy),  # checked there
                 size_limit_bytes=limit,
             ) as kb,
             _bar("reading") as bar,
@@ -285,7 +297,14 @@ def stats(store: Store = DEFAULT_STORE, model: Model = None, as_json: AsJson = F
         with KnowledgeBase(store, model=model, create=False) as kb:
             counts = asdict(kb.stats())
         width = max(map(len, counts))
-        say(counts, "\n".join(f"{name:<{width}}  {value}" for name, value in counts.items()))
+        lines = [f"{name:<{width}}  {value}" for name, value in counts.items() if name != "calibrations"]
+        for found in counts["calibrations"]:
+            levels = (f"{name} {level['ratio']:.2f}" for name, level in found.get("levels", {}).items())
+            lines.append(
+                f"{'calibrated':<{width}}  {found.get('made')}: {found.get('questions')} questions "
+                f"({found.get('source')}), mean ratios {', '.join(levels)}"
+            )
+        say(counts, "\n".join(lines))
 
 
 @app.command()

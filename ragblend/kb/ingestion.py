@@ -176,7 +176,7 @@ class Ingestion:
 
     def _prefill_new(self, split: SplitDocument, corpus: Corpus, at_work: Callable[[float], None]) -> IngestReport:
         texts = [piece.text for piece in split.pieces]
-        report, kv = self._prefill(texts, split.vectors, corpus, at_work)
+        report, kv = self._prefill(texts, ["", *texts][:-1], split.vectors, corpus, at_work)
         chunks = [
             NewChunk(piece.text, piece.metadata, vector, entries)
             for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
@@ -187,10 +187,21 @@ class Ingestion:
         return report
 
     def _prefill(
-        self, texts: Sequence[str], vectors: np.ndarray, corpus: Corpus, at_work: Callable[[float], None]
+        self,
+        texts: Sequence[str],
+        before: Sequence[str],
+        vectors: np.ndarray,
+        corpus: Corpus,
+        at_work: Callable[[float], None],
     ) -> tuple[IngestReport, list[list[KVEntry]]]:
-        """Prefill texts behind their neighbours; what was done, and the stored variants of each."""
-        neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+        """Prefill texts behind what the policy says; what was done, and the stored variants of each.
+
+        before: for each, the text that stands before it in its document; "" for the first.
+        """
+        if self._models.policy == "document":
+            neighbours = [[text] if text else [] for text in before]
+        else:
+            neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
         self._index.loosen(key for text in texts for key in self._models.engine.variant_keys(text).values())
         # One more step than texts: the commit is still to come.
         report = self._models.engine.ingest(
@@ -215,7 +226,10 @@ class Ingestion:
         if not lacking:
             return []
         vectors = self._index.vectors_of(document)[lacking]
-        report, kv = self._prefill([chunks[n].text for n in lacking], vectors, corpus, at_work)
+        texts = ["", *(chunk.text for chunk in chunks)]
+        report, kv = self._prefill(
+            [texts[n + 1] for n in lacking], [texts[n] for n in lacking], vectors, corpus, at_work
+        )
         noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
         self._index.note_kv(noted, model=self._models.signature)
         return [report]

@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakValueDictionary
 
+from ragblend.blend.variants import POLICIES, Policy
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.kb.files import Skipped, find_files, readable
 from ragblend.kb.index import DocumentIndex
 from ragblend.kb.ingestion import Document, Ingestion, Progress, file_document, text_document
-from ragblend.kb.models import Models
+from ragblend.kb.models import DEFAULT_POLICY, Models
 from ragblend.kb.reports import IngestSummary, KnowledgeBaseStats, Reply, Verification
 from ragblend.store.kvstore import KVStore
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ragblend.kb.session import ChatSession
 
 DEFAULT_CHUNK_TOKENS = 300
+_DOCUMENT = "knowledge"  # the store's document
 DEFAULT_TOP_K = 4
 
 ChatMode = Literal["condense_plus_context", "context"]
@@ -60,6 +62,7 @@ class KnowledgeBase:
         model: str | Path | None = None,
         embedding_model: str | None = None,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        policy: Policy | None = None,
         size_limit_bytes: int | None = None,
         dtype: str = "auto",
         create: bool = True,
@@ -72,6 +75,8 @@ class KnowledgeBase:
             embedding_model: who makes the vectors; None: what the index was made with, and for a new one
                 all-MiniLM-L6-v2.
             chunk_tokens: tokens of a chunk at most, counted as the model counts them.
+            policy: what chunks are prefilled behind, see blend.variants; None: as before, "neighbours" at first. Each
+                has KV of its own: an ingest with another one makes it.
             size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
             dtype: of the model; "auto" takes what is fastest here. Each has KV of its own.
             create: whether to make one where there is none.
@@ -79,6 +84,8 @@ class KnowledgeBase:
         Raises:
             StoreError, InvalidSettingError, IngestError.
         """
+        if policy is not None and policy not in POLICIES:
+            raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
         if chunk_tokens < 16:
             raise InvalidSettingError(f"chunk_tokens must be 16 or more, not {chunk_tokens}: less says nothing")
         self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
@@ -97,9 +104,11 @@ class KnowledgeBase:
             self.store.close()
             raise
         self.chunk_tokens = chunk_tokens
+        before: Any = self.store.document(_DOCUMENT).get("policy")
+        self.policy: Policy = policy or (before if before in POLICIES else DEFAULT_POLICY)
         self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
         self._opening_sessions = threading.Lock()
-        self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL, dtype)
+        self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL, self.policy, dtype)
 
     # ---- ingest
 
@@ -139,6 +148,9 @@ class KnowledgeBase:
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
+        known = self.store.document(_DOCUMENT)
+        if known.get("policy") != self.policy:
+            self.store.save_document(_DOCUMENT, {**known, "policy": self.policy})
         return Ingestion(self.index, self.store, self.models, self.chunk_tokens).run(
             documents, skipped, vanished, progress
         )
@@ -309,6 +321,12 @@ class KnowledgeBase:
             documents=self.index.count_documents(),
             indexed_chunks=self.index.count_chunks(),
             embedding_model=self.index.embedding_model,
+            policy=self.policy,
+            calibrations=[
+                {name: value for name, value in found.items() if name != "samples"}
+                for found in self.store.document("calibration").values()
+                if isinstance(found, dict)
+            ],
             **asdict(self.store.stats()),
         )
 

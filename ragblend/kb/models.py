@@ -15,7 +15,10 @@ from ragblend.store.kvstore import KVStore
 if TYPE_CHECKING:
     from llama_index.llms.ragblend import RagBlendLLM
 
+    from ragblend.blend.variants import Policy
     from ragblend.engine import RagBlend
+
+DEFAULT_POLICY: Policy = "neighbours"
 
 
 class Models:
@@ -23,10 +26,13 @@ class Models:
 
     Attributes:
         embedding_name: under which the index records what its vectors were made with.
+        policy: what chunks are prefilled behind.
     """
 
-    def __init__(self, store: KVStore, model: str | Path | None, embedding_name: str, dtype: str = "auto") -> None:
-        self.embedding_name = embedding_name
+    def __init__(
+        self, store: KVStore, model: str | Path | None, embedding_name: str, policy: Policy, dtype: str = "auto"
+    ) -> None:
+        self.embedding_name, self.policy = embedding_name, policy
         self._store, self._model, self._dtype = store, model, dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
@@ -39,7 +45,7 @@ class Models:
                 from llama_index.llms.ragblend import RagBlendLLM
 
                 chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
-                self._llm = RagBlendLLM(store=self._store, dtype=self._dtype, **chosen)
+                self._llm = RagBlendLLM(store=self._store, dtype=self._dtype, policy=self.policy, **chosen)
             return self._llm.engine
 
     @cached_property
@@ -48,8 +54,12 @@ class Models:
 
     @cached_property
     def signature(self) -> str:
-        """Names the model in the index without loading it. The real identity is in the KV's keys; a wrong guess here
-        costs a look-up or a miss."""
+        """Names in the index what made the KV, without loading it: the model, and the policy if it is not the default.
+        The real identity is in the KV's keys; a wrong guess here costs a look-up or a miss."""
+        return self._model_signature + ("" if self.policy == DEFAULT_POLICY else f"|{self.policy}")
+
+    @property
+    def _model_signature(self) -> str:
         path = Path(self._model or "").expanduser()
         if self._model is None or not path.exists():
             return printable(str(self._model or ""))

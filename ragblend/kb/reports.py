@@ -69,6 +69,8 @@ class KnowledgeBaseStats:
         size_limit_bytes: KV bytes that are kept at most, least recently used out first.
         hits, misses, evictions, records: as in the store's StoreStats.
         embedding_model: what the index was made with; None while it is empty.
+        policy: what chunks are prefilled behind.
+        calibrations: what `ragblend calibrate` found, for each model and policy; see evaluation.calibrate.
     """
 
     documents: int
@@ -82,6 +84,8 @@ class KnowledgeBaseStats:
     evictions: int
     records: int
     embedding_model: str | None
+    policy: str
+    calibrations: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

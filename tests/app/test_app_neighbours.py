@@ -13,6 +13,7 @@ import pytest
 from command_line import Cli
 
 from ragblend.blend.variants import Note
+from ragblend.evaluation.cases import two_hop
 from ragblend.kb import KnowledgeBase
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
@@ -254,6 +255,7 @@ def test_a_process_killed_before_it_refreshed_is_put_right_by_the_next(make: Mak
     old = kb.store.notes([key])[key]
     killed = f"""
 import os, signal
+from ragblend.evaluation.cases import two_hop
 from ragblend.kb import KnowledgeBase
 kb = KnowledgeBase({str(kb.store.directory)!r}, model={str(tiny_model)!r})
 stale_keys = kb.index.stale_keys
@@ -338,3 +340,31 @@ def test_prune_forgets_what_is_gone_and_refreshes_what_stood_behind_it(
     assert cli("query", "Who?", "--json").json["error"]["type"] == "IngestError"
     (folder / "a.txt").write_text(BRIDGE)
     assert cli("ingest", folder, "--json").json["computed"] == 1
+
+
+@pytest.mark.parametrize("policy", ["document", "system", "none"])
+def test_other_policies_have_kv_of_their_own(cli: Cli, tmp_path: Path, policy: str) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "long.txt").write_text("\n\n".join(case.chunks[0] for case in two_hop(6, chunks=3)))
+    args = ("ingest", folder, "--chunk-tokens", "40", "--json")
+    first = cli(*args).json
+    assert first["computed"] > 2
+    other = cli(*args, "--policy", policy).json
+    computed = 0 if policy == "system" else first["computed"]  # behind the head alone they are there already
+    assert (other["documents"], other["unchanged"], other["computed"]) == (0, 1, computed)
+    assert cli("stats", "--json").json["policy"] == policy
+    reply = cli("query", "Who?", "--json").json["report"]  # asked as ingested last
+    assert (reply["hits"], reply["misses"]) == (len(reply["chunks"]), 0)
+    variants = {use["variant"] for use in reply["chunks"]}
+    assert variants <= {"document": {"before", "head", "filler"}, "system": {"head"}, "none": {"alone"}}[policy]
+    again = cli(*args).json
+    assert again["computed"] == 0
+    assert cli(*args, "--policy", "neighbours").json["computed"] == 0  # still there
+    assert cli("query", "Who?", "--json").json["report"]["misses"] == 0
+    assert cli("verify").code == 0
+
+
+def test_unknown_policies_are_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some text.")
+    assert "the policy is one of" in cli("ingest", tmp_path / "a.txt", "--policy", "best").err
