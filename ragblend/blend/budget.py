@@ -1,15 +1,19 @@
 """The error budget: how much has to be recomputed for this request, so that the answer stays as close as was asked.
 
-A fixed ratio gives easy requests too much and hard ones too little. What decides is known once the reused tokens are
-scored, before the first layer runs (`signals`): how many would be left as they are, how many of those were computed
-where little stood before them, on how few the question's attention hangs. Requests of the user's own corpus, answered
-both ways at several ratios (`Samples`), say what divergence follows from that.
+What divergence to expect is predicted from what is known once the reused tokens are scored, before the first layer runs
+(`signals`): how many would be left as they are, how many of those were computed where little stood before them, on how
+few the question's attention hangs. Requests of the user's own corpus, answered both ways at several ratios (`Samples`),
+say what divergence follows from that.
 
 A `Budget` then takes the smallest ratio whose predicted divergence, with a margin, is within the bound, and all of them
 where none is: a full prefill. The margin is not a guess. It is the smallest with which, over the sampled requests, the
 bound is broken so seldom that it holds for new ones with the probability asked for: conformal risk control
 (Angelopoulos et al., arXiv 2208.02814, section 2), each request predicted by a fit that has not seen it. The promise is
 for requests like the sampled ones.
+
+How much signals say differs from corpus to corpus, and where they say little, what they say costs more than it saves.
+So predictions are drawn towards what all requests have in common, as far as makes the ratios of the sampled ones
+smallest; at the far end every request gets the same ratio.
 """
 
 from __future__ import annotations
@@ -31,11 +35,15 @@ from ragblend.quality import MaxKL
 
 Floats = npt.NDArray[np.float64]
 
-RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
-"""The ratios that are sampled and chosen from; 1 comes on top and needs no sample."""
+MEASURED = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
+"""The ratios at which sampled requests are answered; 1 comes on top and needs no measuring."""
+
+RATIOS = tuple(round(0.02 * n, 2) for n in range(31))
+"""The ratios that are chosen from. Between the measured ones, the logarithm of the divergence is interpolated."""
 
 _SIGNALS = 4
 _RIDGE = 1.0
+_TRUST = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what the signals say of a request; 0: nothing
 _FLOOR = 1e-5  # nats: below, divergence is rounding
 _STRONGEST = 0.05  # share of the tokens
 _TRACE = 1e-4  # attention: less is as good as none
@@ -93,6 +101,12 @@ class Samples:
     def __len__(self) -> int:
         return len(self.kl)
 
+    @classmethod
+    def measured(cls, selector: Selector, signals: Floats, kl: Floats) -> Self:
+        """Of divergences at the ratios MEASURED. signals: [requests, RATIOS, signals]. kl: [requests, MEASURED]."""
+        between = np.exp([np.interp(RATIOS, MEASURED, row) for row in _logs(kl)])
+        return cls(selector, RATIOS, signals, between)
+
     def budget(self, bound: MaxKL) -> Budget:
         """What chooses a ratio for requests like these.
 
@@ -105,19 +119,30 @@ class Samples:
                 f"to promise at most {bound.nats:g} nats for {1 - bound.risk:.0%} of the requests takes {needed} "
                 f"sampled ones at least, and there are {len(self)}: calibrate with more questions"
             )
-        margin = _margin(self._predicted, self.kl, bound)
-        return Budget(bound, self.ratios, _fit(self.signals, self.kl), margin)
+        trust, margin, _ = self._settled(bound)
+        weights, common = _fit(self.signals, self.kl), _logs(self.kl).mean(0)
+        return Budget(bound, self.ratios, weights, self._predicted.mean(0), common, trust, margin)
 
     def chosen(self, bound: MaxKL) -> tuple[Floats, Floats]:
         """[requests]: the ratio that each sampled request would be given by a fit that has not seen it, and its KL."""
-        at = _first_within(self._predicted, _margin(self._predicted, self.kl, bound), bound)
-        ratios, kl = np.append(self.ratios, 1.0), np.column_stack([self.kl, np.zeros(len(self))])
-        return ratios[at], np.take_along_axis(kl, at[:, None], 1)[:, 0]
+        at = self._settled(bound)[2]
+        kl = np.column_stack([self.kl, np.zeros(len(self))])
+        return np.append(self.ratios, 1.0)[at], np.take_along_axis(kl, at[:, None], 1)[:, 0]
 
     def fixed(self, bound: MaxKL) -> float:
-        """The smallest sampled ratio that could promise the same, given to every request alike; 1 if none can."""
+        """The smallest ratio that could promise the same, given to every request alike; 1 if none can."""
         risks = ((self.kl > bound.nats).sum(0) + 1) / (len(self) + 1)
         return next((r for r, risk in zip(self.ratios, risks, strict=True) if risk <= bound.risk), 1.0)
+
+    def _settled(self, bound: MaxKL) -> tuple[float, float, npt.NDArray[np.intp]]:
+        """Trust and margin with which the sampled requests get the smallest ratios; the number of each one's ratio."""
+        logs, found = _logs(self.kl), []
+        others = (logs.sum(0) - logs) / (len(self) - 1)
+        for trust in _TRUST:
+            predicted = others + trust * (self._predicted - self._predicted.mean(0))
+            margin = _margin(predicted, self.kl, bound)
+            found.append((trust, margin, _first_within(predicted, margin, bound)))
+        return min(found, key=lambda each: float(np.append(self.ratios, 1.0)[each[2]].mean()))
 
     @cached_property
     def _predicted(self) -> Floats:
@@ -161,25 +186,38 @@ class Samples:
 class Budget:
     """Chooses a request's ratio, see the top of this file.
 
-    weights: [1 + signals] of the logarithm of the divergence.
-    margin: added to what they predict, in log nats.
+    weights: [1 + signals] of the logarithm of the divergence. mean: [ratios] what they predict on average.
+    common: [ratios] what it is on average. trust: 0..1, of what is predicted for a request beside that.
+    margin: added, in log nats.
     """
 
     bound: MaxKL
     ratios: tuple[float, ...]
     weights: Floats
+    mean: Floats
+    common: Floats
+    trust: float
     margin: float
 
     def __call__(self, scores: Tensor, state: Pass) -> float:
-        predicted = _predict(signals(scores, state, self.ratios), self.weights)
+        return self.ratio(signals(scores, state, self.ratios))
+
+    def ratio(self, signals: Floats) -> float:
+        """signals: [ratios, signals] of a request."""
+        predicted = self.common + self.trust * (_predict(signals, self.weights) - self.mean)
         (at,) = _first_within(predicted[None], self.margin, self.bound)
         return float((*self.ratios, 1.0)[at])
+
+
+def _logs(kl: Floats) -> Floats:
+    logs: Floats = np.log(np.maximum(kl, _FLOOR))
+    return logs
 
 
 def _fit(signals: Floats, kl: Floats) -> Floats:
     """[1 + signals] weights of a ridge regression of log KL. Signals are all logarithms: one penalty suits them."""
     rows = signals.reshape(-1, signals.shape[-1])
-    target = np.log(np.maximum(kl, _FLOOR)).reshape(-1)
+    target = _logs(kl).reshape(-1)
     means = rows.mean(0)
     centred = rows - means
     slopes = np.linalg.solve(centred.T @ centred + _RIDGE * np.eye(len(means)), centred.T @ (target - target.mean()))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ragblend.blend.budget import RATIOS, Floats, Samples, signals
+from ragblend.blend.budget import MEASURED, RATIOS, Floats, Samples, signals
 from ragblend.blend.divergence import kl_divergence
 from ragblend.blend.prefill import Pass, Selector
 from ragblend.blend.selectors import FirstTokens, QuestionAttention, selector_as_dict
@@ -130,7 +130,7 @@ def calibrate(
         if len(kl) >= NEEDED and time.perf_counter() > deadline:
             break
         reference = reference_of(engine, prompt)
-        probes = [_Probe(ratio) for ratio in RATIOS]
+        probes = [_Probe(ratio) for ratio in MEASURED]
         row = [divergence(engine, reference, probe, selector).kl for probe in probes]
         if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
             seen.append(found)
@@ -138,7 +138,7 @@ def calibrate(
         step()
     if not kl:
         raise IngestError("none of the chunks in these prompts is stored: ingest them first")
-    samples = Samples(selector, RATIOS, np.stack(seen), np.array(kl))
+    samples = Samples.measured(selector, np.stack(seen), np.array(kl))
     if len(samples) < NEEDED:
         raise InvalidSettingError(
             f"only {len(samples)} of {len(prompts)} questions reuse anything; {NEEDED} are needed at least: ask others"
