@@ -16,8 +16,9 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# As many files at once as there are cores, and one thread each: tiny models gain nothing from more.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

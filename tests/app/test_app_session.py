@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.errors import EmptyPromptError, IngestError, InvalidSettingError, StoreError
+from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError, StoreError
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Conversation, Turn
 from ragblend.report import BlendReport
@@ -148,7 +148,7 @@ def test_a_bounded_number_of_turns(kb: KnowledgeBase) -> None:
 def test_a_message_that_does_not_fit_is_refused_and_forgotten(kb: KnowledgeBase) -> None:
     chat = kb.session("big", max_tokens=3)
     chat.chat(BRIDGE)
-    with pytest.raises(ValueError, match="4096"):
+    with pytest.raises(ContextWindowError, match="4096"):
         chat.chat("word " * 9000)
     assert len(chat.turns) == 1
     assert chat.chat(MOON).text

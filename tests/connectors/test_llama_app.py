@@ -158,7 +158,12 @@ def test_at_ratio_1_the_answer_is_that_of_the_models_own_generate(
     assert {use.status for use in llm.last_report.chunks} == {"recomputed"}
     ids = torch.tensor([engine.prompts_ids[-1]])
     stock = engine.decoder.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=llm.max_tokens, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=llm.max_tokens,
+        pad_token_id=0,
+        eos_token_id=sorted(engine.prompts.stop_ids),  # not what a tiny model's config says by default
     )
     answer = engine.streams[-1].token_ids
     assert stock[0, ids.shape[1] :].tolist()[: len(answer)] == answer
