@@ -18,7 +18,7 @@ demo: $(STAMP)
 
 # As many files at once as there are cores, and one thread each: tiny models gain nothing from more.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

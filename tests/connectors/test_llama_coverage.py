@@ -468,7 +468,12 @@ def test_rewritten_chunks_do_not_hit_and_are_answered_as_by_a_full_prefill(
     assert (stream.report.hits, stream.report.reused_tokens) == (0, 0)
     ids = torch.tensor(shelf.engine.prompts_ids)
     stock = shelf.engine.decoder.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=SHORT, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=SHORT,
+        pad_token_id=0,
+        eos_token_id=sorted(shelf.engine.prompts.stop_ids),
     )
     assert stock[0, ids.shape[1] :].tolist()[: len(stream.token_ids)] == stream.token_ids
 
