@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -83,6 +83,40 @@ class IngestReport:
     entries: tuple[Entry, ...] = ()
 
 
+class _Writer:
+    """Puts chunk KV into the store: a tenth of the time of computing it, and spent while the next is computed.
+
+    written: chunks handed over. notes: of what may not have arrived yet.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest")
+        self._last: Future[int] | None = None
+        self._bytes = self.written = 0
+        self.notes: dict[str, bytes] = {}
+
+    def write(self, key: str, layers: ChunkKV, note: Note, *, overwrite: bool) -> None:
+        """Hand over one chunk. Waits for the one before, and raises what became of that."""
+        self.finish()
+        put = partial(self._store.put, note=note.to_bytes(), overwrite=overwrite)
+        self._last, self.notes = self._thread.submit(put, key, layers), {key: note.to_bytes()}
+        self.written += 1
+
+    def finish(self) -> int:
+        """Wait until everything is stored; how many bytes that was."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            self._bytes += last.result()
+        return self._bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+
 class StoredChunks:
     """The chunks of one model behind one preamble, under one policy and in one namespace. Thread-safe.
 
@@ -124,13 +158,10 @@ class StoredChunks:
         if neighbours is not None and isinstance(texts, Sized) and len(texts) != len(neighbours):
             raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
         started = time.perf_counter()
-        computed = stored = empty = tokens = n_bytes = 0
+        computed = stored = empty = tokens = 0
         entries: list[Entry] = []
         records: list[bytes] = []
-        # Writing a chunk takes a tenth of computing one, so it is done while the next one is computed.
-        with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
-            writing: dict[str, Future[int]] = {}
-            noted: dict[str, bytes] = {}  # of what is being written
+        with _Writer(self._store) as writer:
             try:
                 for number, text in enumerate(texts):
                     if not isinstance(text, str):
@@ -138,35 +169,15 @@ class StoredChunks:
                     if neighbours is not None and number >= len(neighbours):
                         raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
                     text = text.strip()
-                    ids = self._prompts.encode_text(text)
-                    if not ids:
-                        empty += 1
+                    if ids := self._prompts.encode_text(text):
+                        before = writer.written
+                        offered = () if neighbours is None else neighbours[number]
+                        entries += [Entry(number, *each) for each in self._variants(text, ids, offered, writer)]
+                        new = writer.written - before
+                        computed, stored, tokens = computed + (new > 0), stored + (new == 0), tokens + new * len(ids)
+                        records += [record_for(text)] if is_indexable(text) else []
                     else:
-                        chosen, offered = self.contexts(ids, () if neighbours is None else neighbours[number])
-                        notes = self._store.notes([self.key(ids, context.name) for context in chosen]) | noted
-                        new = 0
-                        for context in chosen:
-                            key = self.key(ids, context.name)
-                            if key in notes and context.source is not None:
-                                behind = Note.from_bytes(notes[key], len(ids)).behind
-                                source = offered.get(behind)
-                            else:
-                                source = context.source
-                            there = key in notes and (source is not None or context.source is None)
-                            if not there:
-                                layers, note = self.kv(ids, context, text)
-                                for write in writing.values():
-                                    n_bytes += write.result()
-                                put = partial(self._store.put, note=note.to_bytes(), overwrite=key in notes)
-                                writing, noted = {key: writer.submit(put, key, layers)}, {key: note.to_bytes()}
-                                source = context.source
-                                new += 1
-                                tokens += len(ids)
-                            entries.append(Entry(number, context.name, key, source))
-                        computed += new > 0
-                        stored += new == 0
-                        if is_indexable(text):
-                            records.append(record_for(text))
+                        empty += 1
                     if len(records) >= _REMEMBER_EVERY:
                         self._remember(records)
                         records = []
@@ -175,10 +186,24 @@ class StoredChunks:
             finally:
                 # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
                 self._remember(records)
-            for write in writing.values():
-                n_bytes += write.result()
+            n_bytes = writer.finish()
         seconds = time.perf_counter() - started
         return IngestReport(computed, stored, empty, tokens, n_bytes, seconds, tuple(entries))
+
+    def _variants(
+        self, text: str, ids: Sequence[int], neighbours: Sequence[str], writer: _Writer
+    ) -> Iterator[tuple[Name, str, int | None]]:
+        """A text's variants, made where they are not there: name, key, and the neighbour that each stands behind."""
+        chosen, offered = self.contexts(ids, neighbours)
+        notes = self._store.notes([self.key(ids, context.name) for context in chosen]) | writer.notes
+        for context in chosen:
+            key, source = self.key(ids, context.name), context.source
+            if key in notes and source is not None:  # behind which of those that are offered now, if any
+                source = offered.get(Note.from_bytes(notes[key], len(ids)).behind)
+            if key not in notes or (source is None and context.source is not None):
+                source = context.source
+                writer.write(key, *self.kv(ids, context, text), overwrite=key in notes)
+            yield context.name, key, source
 
     def stored(self, text: str) -> dict[Name, str]:
         """The variants of a text that this engine would use and the store has, with their keys."""
