@@ -624,6 +624,14 @@ class RagBlend:
         """
         return self._prefetcher.start(partial(self.chunks.payloads_of, list(texts)))
 
+    def warm(self, prompt: Prompt) -> None:
+        """Have a prompt prefilled in full when there is nothing else to do: what begins as it does finds it in RAM.
+
+        A hint, as what is going to be asked is often known in part while its asker still thinks: the conversation so
+        far. This returns at once, and may come to nothing.
+        """
+        self._idle.submit("a prompt was not prefilled ahead", partial(self._warm, prompt))
+
     # -- calibration --------------------------------------------------------------------------------------------
 
     @property
@@ -701,11 +709,21 @@ class RagBlend:
         finally:
             self._guard.done()
 
-    def _fully(self, ids: Tensor, max_tokens: int) -> Ready:
-        """A full prefill, block by block, giving way to requests in between."""
+    def _warm(self, prompt: Prompt) -> None:
+        layout = lay_out(self.prompts, prompt, self.chunks.known_texts(), self.chunks.texts_of)
+        ids = torch.from_numpy(layout.ids.copy())
+        if len(ids) < self.decoder.context_window_tokens and not self._idle.closing:
+            done = self._fully(ids, 0, behind_known=True)
+            self.prefix_cache.keep(self.fingerprint.encode(), ids, done.cache)
+
+    def _fully(self, ids: Tensor, max_tokens: int, *, behind_known: bool = False) -> Ready:
+        """A full prefill, block by block, giving way to requests in between.
+
+        behind_known: whether it goes on from what the prefix cache holds.
+        """
         with self._compute:
             cache = self.decoder.new_cache(len(ids) + max_tokens)
-        known = 0
+            known = self._known_prefix(self.fingerprint.encode(), ids, cache)[0] if behind_known else 0
         while True:
             self._idle.wait_for_idle()
             stop = min(known + _AUDITED_AT_ONCE, len(ids))
@@ -729,7 +747,8 @@ class RagBlend:
         return AuditLog() if self._guard is None else self._guard.log()
 
     def drain(self) -> None:
-        """Wait until every missed chunk so far has been learned, and every answer that was picked audited."""
+        """Wait for what is done when there is nothing else to do: missed chunks learned, prompts prefilled ahead,
+        answers audited."""
         self._idle.drain()
 
     # -- life ---------------------------------------------------------------------------------------------------

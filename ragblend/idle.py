@@ -48,6 +48,11 @@ class IdleWorker:
                 self._thread.start()
             return True
 
+    @property
+    def closing(self) -> bool:
+        """Whether there is no use any more in what would be in RAM only."""
+        return self._closed
+
     def wait_for_idle(self) -> None:
         """Come back when nothing has been computed for a moment, or the worker is being closed."""
         while not self._closed and time.perf_counter() - self._last_busy() < _IDLE_S:

@@ -177,6 +177,26 @@ def test_blended_kv_never_passes_for_exact(engine: RagBlend) -> None:
     assert engine.answer(prompt, ratio=1.0, max_tokens=6).token_ids == exact
 
 
+def test_a_prompt_that_is_prefilled_ahead_is_a_known_prefix(engine: RagBlend) -> None:
+    """Exact KV of all of it, chunks included, that answers go on from; and a hint only."""
+    engine.ingest(TEXTS)
+    ahead = [Message("user", [*chunks(0, 1), "What stands there?"]), Message("assistant", "A lighthouse. " * 40)]
+    asked = [*ahead, Message("user", [*chunks(2), QUESTION])]
+    full = engine.prefill(asked, ratio=1.0).logits
+    engine.prefix_cache.clear()
+    engine.warm(ahead)
+    engine.warm("word " * 9000)  # does not fit the window
+    engine.warm(7)  # type: ignore[arg-type]
+    engine.drain()
+    report = engine.prefill(asked).report
+    assert [use.status for use in report.chunks] == ["prefix", "prefix", "hit"]
+    assert report.prefix_is_exact
+    assert report.chunks[-1].start - report.prefix_tokens < 30  # a block, and how the next message begins
+    torch.testing.assert_close(engine.prefill(asked, ratio=1.0).logits, full)
+    engine.close()
+    engine.warm(ahead)
+
+
 def test_prefix_cache_stays_within_its_bytes(tmp_path: Path) -> None:
     with make_engine(tmp_path / "kv", prefix_cache_bytes=200_000) as engine:
         for n in range(12):
