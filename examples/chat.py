@@ -1,4 +1,4 @@
-"""A chat over documents: every turn pays for what is new in it, and the chat goes on when the program is run again.
+"""A chat over documents: what was said costs nothing any more, and the chat goes on when the program is run again.
 
 python examples/chat.py [MODEL] [STORE]
 """

@@ -84,13 +84,13 @@ def chat(
     turns: Annotated[int, typer.Option(help="Turns of a chat. The first one is not counted.")] = 8,
     limit: Annotated[int, typer.Option(help="Chats.")] = 1,
     ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.15,
-    answer_tokens: Annotated[int, typer.Option(help="Length of the answers at most.")] = 48,
+    answer_tokens: Annotated[int, typer.Option(help="Length of the answers at most.")] = 256,
     dtype: Dtype = "auto",
     store: BenchStore = None,
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time to first token in chats whose chunks change: a session, and full prefills by transformers' generate.
+    """Time to first token in chats whose chunks change: a session, and LlamaIndex's context chat engine without one.
 
     Example:
 

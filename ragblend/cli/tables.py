@@ -73,7 +73,7 @@ def chat_table(result: dict[str, Any]) -> object:
         caption.append(f"{name}: {way['ttft_s']:.3f} s, {way['session_speedup']:.1f}x. {way['about']}")
     table = Table(title="Time to first token, turn by turn", caption="\n".join(caption), caption_justify="left")
     counts = {"turn": "turn", "prompt_tokens": "prompt", "prefix_tokens": "known", "reused_tokens": "reused"}
-    counts |= {"recomputed_tokens": "recomputed", "fresh_tokens": "fresh"}
+    counts |= {"recomputed_tokens": "recomputed", "fresh_tokens": "fresh", "idle_s": "between turns s"}
     for title in (*counts.values(), *(f"{name} s" for name in ways)):
         table.add_column(title, justify="right")
     for turn in result["turns"]:

@@ -1,16 +1,20 @@
-"""Time to first token in a chat whose chunks change, turn by turn: a session against a full prefill.
+"""Time to first token in a chat whose chunks change, turn by turn: a session against LlamaIndex's context chat engine.
 
 A conversation asks one question after another, and each retrieves its chunks out of those of all questions, so that
-most of them change with every turn. The session's prompts are also given to transformers' own `generate`, through the
-model's chat template, which is what LlamaIndex's HuggingFaceLLM does with them; and so is what LlamaIndex's context
-chat engine would send at that turn: the turn's chunks in the system message, then questions and answers without any
-older chunks. All three take turns in one process. Times are from the prompt to the first token; retrieval is in none.
+they change with every turn. What LlamaIndex's context chat engine would send at that turn (the same chunks in the
+system message, then what was said, then the question) is given to transformers' own `generate`, through the model's
+chat template, as LlamaIndex's HuggingFaceLLM does; and so are the session's own messages. All three take turns in one
+process, on the same conversation. Times are from the prompt to the first token; retrieval is in none.
+
+Between two turns the engine has time for what a session leaves for it while its user reads. How long that takes is
+measured, too: a user who asks at once waits for no more than that in addition.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,14 +27,15 @@ from ragblend.evaluation.stock import Stock
 from ragblend.evaluation.strategies import read_questions
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Turn
+from ragblend.kb.session import DEFAULT_MAX_TOKENS
 from ragblend.model.sources import load_model
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.template import PromptTokenizer
 
 _ABOUT = {
-    "session": "this turn's question and fresh chunks behind the prefix cache",
-    "same_messages": "transformers' generate, full prefill of the session's own messages (what HuggingFaceLLM does)",
-    "context_engine": "transformers' generate, full prefill of what LlamaIndex's context chat engine would send",
+    "session": "blended chunks behind what was said, which the prefix cache holds",
+    "context_engine": "what LlamaIndex's context chat engine sends, by transformers' generate, as HuggingFaceLLM does",
+    "same_messages": "the session's own messages, by transformers' generate",
 }
 
 _TIMES = ("tokenise_s", "lookup_s", "load_s", "stall_s", "select_s", "prefill_s")
@@ -45,7 +50,7 @@ def run(
     turns: int = 8,
     limit: int = 1,
     ratio: float = 0.15,
-    answer_tokens: int = 48,
+    answer_tokens: int = DEFAULT_MAX_TOKENS,
     dtype: str = "auto",
     store: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -57,6 +62,7 @@ def run(
         chunks: to retrieve in each turn, and to take of each question.
         turns: of a conversation; limit: conversations.
         answer_tokens: of the session's answers at most; they are the history for all three.
+        ratio: share of the reused tokens that the session recomputes.
         store: folder for documents and KV; a temporary one when None.
         progress: called with (steps done, steps in all).
 
@@ -101,9 +107,12 @@ def run(
                         pass
                 report = stream.reply.report
                 assert report is not None
+                began = time.perf_counter()
+                kb.engine.drain()  # before anything else is timed
+                idle_s = time.perf_counter() - began
                 retrieved = [source.node.get_content() for source in stream.sources]
                 engine = _context_engine(retrieved, before, question.question)
-                ways = [("same_messages", stream.messages), ("context_engine", engine)]
+                ways = [("context_engine", engine), ("same_messages", stream.messages)]
                 times = {name: stock.ttft_s(messages) for name, messages in (ways if n % 2 else ways[::-1])}
                 taken.append(
                     {
@@ -117,6 +126,7 @@ def run(
                         "fresh_tokens": report.fresh_tokens,
                         "ttft_s": {"session": report.ttft_s, **times},
                         **{name: getattr(report, name) for name in _TIMES},
+                        "idle_s": idle_s,
                         "context_engine_tokens": int(stock.ids(engine).shape[1]),
                     }
                 )
@@ -150,7 +160,8 @@ def _warm_up(kb: KnowledgeBase, stock: Stock, ratio: float) -> None:
 
 def _context_engine(chunks: list[str], turns: tuple[Turn, ...], question: str) -> list[Message]:
     context = "\n\n".join(chunks)
-    system = f"Use the context information below to assist the user.\n---------------------\n{context}\n"
+    rule = "-" * 20
+    system = f"Use the context information below to assist the user.\n{rule}\n{context}\n{rule}\n"
     said = [m for turn in turns for m in (Message("user", turn.question), Message("assistant", turn.answer))]
     return [Message("system", system), *said, Message("user", question)]
 

@@ -26,11 +26,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Turn:
-    """What was asked, what was answered, and the chunks that this turn brought into the conversation, in order."""
+    """What was asked, and what was answered."""
 
     question: str
     answer: str
-    chunks: tuple[str, ...] = ()
 
 
 class Conversation:
@@ -98,7 +97,7 @@ class Conversation:
             for line in data.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
-                    turns.append(Turn(str(record["question"]), str(record["answer"]), tuple(record["chunks"])))
+                    turns.append(Turn(str(record["question"]), str(record["answer"])))
                 except (ValueError, KeyError, TypeError):
                     break
             self._turns = tuple(turns)

@@ -2,7 +2,7 @@
 
     ingest   new documents -> parts -> chunks -> vectors; then each: neighbours -> KV -> one commit to the index
     query    question -> vector -> closest chunks -> LlamaIndex's query engine over RagBlendLLM -> answer, report
-    session  message -> closest chunks -> appended to what was said, those that are not there yet -> answer, report
+    session  message -> closest chunks -> behind what was said, known from turn to turn -> answer, report
 
 Models are loaded when they are first needed: statistics, and an ingest in which nothing changed, need none.
 """
@@ -278,7 +278,7 @@ class KnowledgeBase:
     def session(
         self, name: str = "default", *, top_k: int = DEFAULT_TOP_K, max_turns: int = DEFAULT_MAX_TURNS, **settings: Any
     ) -> ChatSession:
-        """A chat in which a turn pays for what is new in it. It is kept beside the index, and goes on where it was.
+        """A chat in which what was said costs nothing any more. It is kept beside the index, and goes on where it was.
 
         Sessions of one name share their turns.
 

@@ -388,6 +388,7 @@ def test_bench_chat(cli: Cli, tmp_path: Path) -> None:
     assert [turn["turn"] for turn in done.json["turns"]] == [1, 2]
     later = done.json["turns"][1]
     assert later["prefix_tokens"] > 0
+    assert later["idle_s"] > 0
     assert later["prefix_tokens"] + later["reused_tokens"] + later["fresh_tokens"] == later["prompt_tokens"]
     assert done.json["ways"].keys() == later["ttft_s"].keys() == {"session", "same_messages", "context_engine"}
     assert done.json["ways"]["session"]["session_speedup"] == 1.0
