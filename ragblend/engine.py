@@ -680,7 +680,7 @@ class RagBlend:
                 "calibrate` on this store, or give a recompute ratio"
             )
         if samples.selector != selector:
-            raise InvalidSettingError(f"the store was calibrated for {samples.selector}, not {selector}: use that one")
+            raise NotCalibratedError(f"the store was calibrated for {samples.selector}, not {selector}: use that one")
         if bound not in self._budgets:
             self._budgets[bound] = samples.budget(bound)
         return self._budgets[bound]

@@ -30,7 +30,11 @@ class InvalidSettingError(RagBlendError, ValueError):
 
 
 class NotCalibratedError(RagBlendError):
-    """A quality was asked for, and the store has not been calibrated for this model."""
+    """A bound on the divergence was asked for, and nothing says what keeps it: the store has no calibration for this
+    model, or it is for another selector, or of too few questions.
+
+    No ValueError, see ContextWindowError.
+    """
 
 
 class EmptyPromptError(RagBlendError, ValueError):

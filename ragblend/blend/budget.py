@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ragblend.blend.prefill import Pass, Selector
 from ragblend.blend.selectors import selector_as_dict, selector_from_dict
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import InvalidSettingError, NotCalibratedError
 from ragblend.quality import MaxKL
 
 Floats = npt.NDArray[np.float64]
@@ -111,11 +111,11 @@ class Samples:
         """What chooses a ratio for requests like these.
 
         Raises:
-            InvalidSettingError: so few requests can't promise that, whatever the margin.
+            NotCalibratedError: so few requests can't promise that, whatever the margin.
         """
         needed = math.ceil(1 / bound.risk) - 1
         if len(self) < needed:
-            raise InvalidSettingError(
+            raise NotCalibratedError(
                 f"to promise at most {bound.nats:g} nats for {1 - bound.risk:.0%} of the requests takes {needed} "
                 f"sampled ones at least, and there are {len(self)}: calibrate with more questions"
             )

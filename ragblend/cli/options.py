@@ -93,7 +93,10 @@ def how_much(ratio: str | None, max_kl: float | None, quality: str | None) -> An
 def questions_of(file: Path) -> list[str]:
     """The questions of a file: a line each, plain or as JSON objects."""
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        # Not splitlines(): what JSON may hold bare, such as U+2028, ends no line.
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
+        if "[" in lines:
+            raise ValueError("a JSON list over several lines")
         asked = [json.loads(line)["question"] if line.startswith("{") else line for line in lines if line]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidSettingError(

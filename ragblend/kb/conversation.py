@@ -98,8 +98,8 @@ class Conversation:
                 try:
                     record = json.loads(line)
                     turns.append(Turn(str(record["question"]), str(record["answer"])))
-                except (ValueError, KeyError, TypeError):
-                    break
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue  # the turns behind a damaged line are as good as ever
             self._turns = tuple(turns)
             if b"".join(map(_line, turns)) != data:
                 self._rewrite()  # nothing is ever appended to a line that was cut off

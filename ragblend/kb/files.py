@@ -27,7 +27,7 @@ _HTML_HEADINGS = ["h1", "h2", "h3", "h4", "h5", "h6"]
 _HTML_BLOCKS = [
     *_HTML_HEADINGS,
     *("article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "header", "hr", "li"),
-    *("main", "nav", "ol", "p", "pre", "section", "table", "tr", "ul"),
+    *("main", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "tr", "ul"),
 ]
 # Stands before a heading of HTML, with its level, until the text is final and offsets can be told. No character.
 _MARK = "\ufdd0"
@@ -189,8 +189,11 @@ def _html_reader() -> BaseReader:
     class HtmlTextReader(BaseReader):
         def load_data(self, file: Path, extra_info: dict[str, Any] | None = None) -> list[Document]:
             soup = BeautifulSoup(Path(file).read_bytes(), "html.parser")
-            for tag in soup(["script", "style", "template", "noscript", "head"]):
+            # Not the whole head: where its end is left out, as HTML allows, this parser puts the body into it.
+            for tag in [*soup(["script", "style", "template", "noscript"]), *soup.select("head > title")]:
                 tag.decompose()
+            for tag in soup(["td", "th"]):
+                tag.insert_after(" ")
             for tag in soup(_HTML_HEADINGS):
                 if tag.get_text(strip=True):
                     tag.insert(0, f"{_MARK}{tag.name[1]}")

@@ -142,7 +142,7 @@ def prose_borders(text: str, headings: Iterable[tuple[int, int]] = ()) -> list[_
     blank = after_heading = underlines = False
     lines = text.splitlines(keepends=True)
     at = 0
-    for n, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
+    for n, (line, following) in enumerate(zip(lines, [*lines, ""][1:], strict=True)):
         bare = line.strip()
         opened = None if underlines else _FENCE.match(line)
         level = shown = 0

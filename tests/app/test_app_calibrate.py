@@ -11,9 +11,10 @@ from command_line import Cli
 
 from ragblend import MaxKL, RagBlend
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
+from ragblend.cli.options import questions_of
 from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError
 from ragblend.evaluation import budget
-from ragblend.evaluation.calibrate import NEEDED, calibrate
+from ragblend.evaluation.calibrate import NEEDED, calibrate, calibrate_documents
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.kb import KnowledgeBase
 from ragblend.model.sources import load_model
@@ -92,7 +93,7 @@ def test_a_bound_needs_calibration_and_its_selector(
                 engine.answer(PROMPTS[0], ratio=ratio)
         assert engine.answer(PROMPTS[0], ratio="auto", max_tokens=1).report.ratio >= 0.15
     with RagBlend(*loaded, calibrated[0]) as engine:
-        with pytest.raises(InvalidSettingError, match="calibrated for"):
+        with pytest.raises(NotCalibratedError, match="calibrated for"):
             engine.answer(PROMPTS[0], ratio=MaxKL(0.1), selector=HKVD())
         assert engine.answer(PROMPTS[0], ratio="auto", selector=HKVD(), max_tokens=1).report.ratio >= 0.15
 
@@ -198,3 +199,28 @@ def test_documents_are_kept_whole(tmp_path: Path) -> None:
         assert store.document("calibration") == {"a": [1, 2]}
     with KVStore(tmp_path / "kv") as store:
         assert store.document("calibration") == {"a": [1, 2]}
+
+
+def test_questions_are_read_from_odd_files(tmp_path: Path) -> None:
+    file = tmp_path / "questions"
+    for written in ("\ufeffWho?\r\n\r\n Where? \r\nWho?\r\n", '\ufeff{"question": "Who?"}\nWhere?'):
+        file.write_bytes(written.encode())
+        assert questions_of(file) == ["Who?", "Where?"]
+    asked = ["Who\u2028is it?", "Where\x85?"]
+    file.write_text("\n".join(json.dumps({"question": one}, ensure_ascii=False) for one in asked))
+    assert questions_of(file) == asked
+    for wrong in (json.dumps(asked, indent=1), '{"question": 1}', '{"q": "Who?"}', "{"):
+        file.write_text(wrong)
+        with pytest.raises(InvalidSettingError, match="questions"):
+            questions_of(file)
+
+
+@pytest.mark.usefixtures("embedding_model")
+def test_what_calibration_does_not_cover_is_no_empty_answer(tiny_model: Path, tmp_path: Path) -> None:
+    with KnowledgeBase(tmp_path / "store", model=tiny_model) as kb:
+        kb.ingest_texts({str(n): "\n\n".join(case.chunks) for n, case in enumerate(CASES)})
+        calibrate_documents(kb, [case.question for case in CASES], top_k=2)
+        with pytest.raises(NotCalibratedError, match="99 sampled"):
+            kb.query(CASES[0].question, ratio=MaxKL(0.1, risk=0.01))
+        with pytest.raises(NotCalibratedError, match="calibrated for"):
+            kb.query(CASES[0].question, ratio="fast", selector=HKVD())

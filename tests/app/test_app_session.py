@@ -247,3 +247,15 @@ def test_a_file_that_was_cut_off_loses_one_turn_at_most(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").mkdir()
     with pytest.raises(StoreError):
         Conversation(tmp_path, "b")
+
+
+@pytest.mark.parametrize("damaged", ["{no JSON", '{"question": "q"}', "[" * 50_000, "\x00\x00"])
+def test_a_damaged_line_costs_no_turn_behind_it(tmp_path: Path, damaged: str) -> None:
+    turns = [Turn(f"question {n}", f"answer {n}") for n in range(3)]
+    for turn in turns:
+        Conversation(tmp_path, "a").add(turn)
+    file = tmp_path / "a.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], damaged, lines[2]]) + "\n")
+    assert Conversation(tmp_path, "a").turns == (turns[0], turns[2])
+    assert file.read_text().splitlines() == [lines[0], lines[2]]

@@ -166,3 +166,25 @@ def test_documents_split_in_another_way_are_split_anew(kb: KnowledgeBase, monkey
     assert kb.ingest_texts(texts).unchanged == 2
     found = kb.as_retriever(50).retrieve("How long?")
     assert "".join(sorted(n.node.get_content() for n in found)).count("metres") == 16
+
+
+def test_a_text_without_a_character_has_no_chunks() -> None:
+    assert split("") == split(" \n") == split("", suffix=".py") == []
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<html><head><title>T</title><body><h1>Bridges</h1><p>It is 42 m long.</p>", "Bridges\n\nIt is 42 m long."),
+        ("<head><meta charset=utf-8><title>T</title></head><p>Text", "Text"),
+        (
+            "<table><tr><th>Built</th><th>Height</th></tr><tr><td>1931</td><td>42</td></tr></table>",
+            "Built Height\n\n1931 42",
+        ),
+        ("<details><summary>More</summary>Details</details>", "More\nDetails"),
+    ],
+)
+def test_text_of_html_is_kept_and_does_not_run_together(tmp_path: Path, html: str, text: str) -> None:
+    (tmp_path / "a.html").write_text(html)
+    (part,) = read_file(tmp_path / "a.html")
+    assert part.text == text

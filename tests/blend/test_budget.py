@@ -21,7 +21,7 @@ from ragblend.blend.selectors import (
     selector_as_dict,
     selector_from_dict,
 )
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import InvalidSettingError, NotCalibratedError
 
 BOUND = MaxKL(0.05)
 
@@ -126,10 +126,10 @@ def test_each_sampled_request_is_judged_by_the_others() -> None:
 
 
 def test_too_few_requests_promise_nothing() -> None:
-    with pytest.raises(InvalidSettingError, match="19 sampled"):
+    with pytest.raises(NotCalibratedError, match="19 sampled"):
         samples(18).budget(BOUND)
     samples(19).budget(BOUND)
-    with pytest.raises(InvalidSettingError, match="99 sampled"):
+    with pytest.raises(NotCalibratedError, match="99 sampled"):
         samples(60).budget(MaxKL(0.05, risk=0.01))
 
 
