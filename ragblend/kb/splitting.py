@@ -18,6 +18,7 @@ each language, and counts characters.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -84,7 +85,8 @@ class Splitter:
         cuts = [start, *(border.at for border in inside if border.rank == rank), stop]
         spans: list[tuple[int, int]] = []
         for left, right in pairwise(cuts):
-            spans += self._spans(text, left, right, [b for b in borders if left <= b.at < right])
+            first, last = (bisect_left(borders, place, key=lambda border: border.at) for place in (left, right))
+            spans += self._spans(text, left, right, borders[first:last])
         # Sections are kept apart unless they are small; what is smaller than a section fills chunks.
         return self._joined(text, spans, self._chunk_tokens if rank >= _PARAGRAPH else self._chunk_tokens // 2)
 
