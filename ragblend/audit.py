@@ -63,12 +63,14 @@ class Audit:
     on_result: Callable[[Audited], None] | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.share <= 1.0:
+        if not isinstance(self.share, (int, float)) or not 0.0 < self.share <= 1.0:
             raise InvalidSettingError(f"the audited share is above 0 and at most 1; got {self.share!r}")
-        if not 0.0 < self.max_kl < math.inf:
+        if not isinstance(self.max_kl, (int, float)) or not 0.0 < self.max_kl < math.inf:
             raise InvalidSettingError(f"the tolerated divergence is a number of nats above 0; got {self.max_kl!r}")
-        if self.window < _LEAST:
+        if not isinstance(self.window, int) or self.window < _LEAST:
             raise InvalidSettingError(f"the window holds {_LEAST} audits at least; got {self.window!r}")
+        if self.on_result is not None and not callable(self.on_result):
+            raise InvalidSettingError(f"on_result is a function of one result; got {self.on_result!r}")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from ragblend.prompt.chunk import Message, tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
 from ragblend.prompt.repeats import Mask, repeated
 from ragblend.prompt.template import PromptTokenizer
-from ragblend.quality import QUALITIES, MaxKL
+from ragblend.quality import CALIBRATION, QUALITIES, MaxKL
 from ragblend.report import BlendReport, ChunkStatus, ChunkUse
 from ragblend.settings import DEFAULT_RATIO, EngineSettings, Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
@@ -57,7 +58,6 @@ from ragblend.store.payload import PayloadReader
 
 _log = logging.getLogger(__name__)
 
-_CALIBRATION = "calibration"  # the store's document
 _WAITING = 256  # misses waiting to be learned; more are dropped, they will be missed again
 _READ = ("hit", "cut")  # statuses of spans whose KV is read
 _AUDITED_AT_ONCE = 256  # tokens: a request that comes in while another is audited waits for no more
@@ -209,9 +209,9 @@ class RagBlend:
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
         self._compute = self.decoder.turn
-        self._last_compute = 0.0
         self._prefetcher = Prefetcher()
-        self._idle = IdleWorker(lambda: self._last_compute, _WAITING)
+        self._idle = IdleWorker(_WAITING)
+        weakref.finalize(self, self._idle.close).atexit = False
         self._guard = None if self.settings.audit is None else Guard(self.settings.audit)
 
     @classmethod
@@ -382,7 +382,7 @@ class RagBlend:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
             done = self._blend(layout, ids, cache, known, ratio, selector, least)
-            self._last_compute = time.perf_counter()
+            self._idle.busy()
         plan, prefilled, report = done.plan, done.prefilled, done.report
         reused = int(plan.reused.sum())
         report = replace(
@@ -581,7 +581,7 @@ class RagBlend:
         while True:
             with self._compute:
                 step = next(steps, None)
-                self._last_compute = time.perf_counter()
+                self._idle.busy()
             if step is None:
                 return
             yield step
@@ -647,8 +647,7 @@ class RagBlend:
     @property
     def calibration(self) -> dict[str, Any]:
         """What calibration found for this model, preamble, policy and namespace; empty before it. Plain types only."""
-        found = self.store.document(_CALIBRATION).get(self._blending)
-        return found if isinstance(found, dict) else {}
+        return self.store.document(CALIBRATION + self._blending)
 
     def keep_calibration(self, samples: Samples, summary: Mapping[str, Any]) -> None:
         """Choose ratios by these samples from now on, and keep them with the store.
@@ -659,16 +658,15 @@ class RagBlend:
         Raises:
             StoreError: it cannot be written.
         """
-        known = self.store.document(_CALIBRATION)
-        self.store.save_document(_CALIBRATION, {**known, self._blending: {**summary, "samples": samples.as_dict()}})
+        self.store.save_document(CALIBRATION + self._blending, {**summary, "samples": samples.as_dict()})
         self._samples = samples
         self._budgets.clear()
 
     def _calibrated(self) -> Samples | None:
-        samples = self.calibration.get("samples")
+        found = self.calibration
         try:
-            return None if samples is None else Samples.from_dict(samples)
-        except InvalidSettingError as error:
+            return Samples.from_dict(found["samples"]) if found else None
+        except (InvalidSettingError, KeyError) as error:
             _log.warning("what calibration found cannot be used: %s", error)
             return None
 

@@ -1,7 +1,7 @@
 """What can go wrong, as one tree.
 
 RagBlendError
-+-- InvalidSettingError (also ValueError)   a setting outside its range: ratio, temperature, sizes
++-- InvalidSettingError                     a setting outside its range: ratio, temperature, sizes
 +-- NotCalibratedError                      a bound on the divergence was asked for, and nothing says what keeps it
 +-- EmptyPromptError (also ValueError)      nothing to answer
 +-- ContextWindowError                      prompt + answer do not fit the model; raised before any compute
@@ -25,15 +25,16 @@ class RagBlendError(Exception):
     """Base of everything ragblend raises on purpose."""
 
 
-class InvalidSettingError(RagBlendError, ValueError):
-    """A setting is outside the range it can take."""
+class InvalidSettingError(RagBlendError):
+    """A setting is outside the range it can take.
+
+    No ValueError: LlamaIndex's refining synthesizers log those and answer "Empty Response".
+    """
 
 
 class NotCalibratedError(RagBlendError):
     """A bound on the divergence was asked for, and nothing says what keeps it: the store has no calibration for this
     model, or it is for another selector, or of too few questions.
-
-    No ValueError, see ContextWindowError.
     """
 
 
@@ -44,7 +45,7 @@ class EmptyPromptError(RagBlendError, ValueError):
 class ContextWindowError(RagBlendError):
     """The prompt does not fit the model's context window.
 
-    No ValueError: LlamaIndex's refining synthesizers log those and answer "Empty Response".
+    No ValueError, for the same reason as InvalidSettingError.
 
     Attributes:
         prompt_tokens: tokens in the prompt.

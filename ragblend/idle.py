@@ -21,13 +21,13 @@ Job = Callable[[], None]
 class IdleWorker:
     """Does jobs one after another, off the critical path. What fails is logged, and nobody is told.
 
-    Args:
-        last_busy: time.perf_counter() when something was computed last.
-        room: jobs that may wait; more are refused.
+    Its thread knows this object and the jobs, not their owner, which can be collected without closing anything.
+
+    room: jobs that may wait; more are refused.
     """
 
-    def __init__(self, last_busy: Callable[[], float], room: int) -> None:
-        self._last_busy = last_busy
+    def __init__(self, room: int) -> None:
+        self._busy_s = 0.0
         self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue(room)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -48,6 +48,10 @@ class IdleWorker:
                 self._thread.start()
             return True
 
+    def busy(self) -> None:
+        """Something has been computed just now."""
+        self._busy_s = time.perf_counter()
+
     @property
     def closing(self) -> bool:
         """Whether there is no use any more in what would be in RAM only."""
@@ -55,12 +59,13 @@ class IdleWorker:
 
     def wait_for_idle(self) -> None:
         """Come back when nothing has been computed for a moment, or the worker is being closed."""
-        while not self._closed and time.perf_counter() - self._last_busy() < _IDLE_S:
+        while not self._closed and time.perf_counter() - self._busy_s < _IDLE_S:
             time.sleep(_IDLE_S)
 
     def drain(self) -> None:
-        """Wait until every job so far is done."""
-        self._jobs.join()
+        """Wait until every job so far is done. A job that asks for it does not wait for itself."""
+        if threading.current_thread() is not self._thread:
+            self._jobs.join()
 
     def close(self) -> None:
         """Do what is waiting, for a few seconds at most. Closing twice is fine."""
@@ -72,19 +77,22 @@ class IdleWorker:
             thread = self._thread
         if thread is not None:
             self._jobs.put(None)
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            name, job = entry
-            try:
-                self.wait_for_idle()
-                if not self._closed or time.perf_counter() < self._until:
-                    job()
-            except RagBlendError as error:
-                _log.warning("%s: %s", name, error)
-            except Exception:
-                _log.exception("%s", name)
-            finally:
-                self._jobs.task_done()
+            self._do(*entry)
+            del entry  # nothing of a job is held while there is none
+            self._jobs.task_done()
         self._jobs.task_done()
+
+    def _do(self, name: str, job: Job) -> None:
+        try:
+            self.wait_for_idle()
+            if not self._closed or time.perf_counter() < self._until:
+                job()
+        except RagBlendError as error:
+            _log.warning("%s: %s", name, error)
+        except BaseException:  # whatever a caller's function does, the next job is done
+            _log.exception("%s", name)

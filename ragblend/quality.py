@@ -11,6 +11,9 @@ from ragblend.errors import InvalidSettingError
 QUALITIES: Mapping[str, float] = {"strict": 0.01, "balanced": 0.03, "fast": 0.1}
 """Nats of divergence that each quality level allows, see MaxKL."""
 
+CALIBRATION = "calibration_"
+"""How the names of those of a store's documents begin that say what calibration found."""
+
 RISK = 0.05
 """Share of requests that may break the bound."""
 

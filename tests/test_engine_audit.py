@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,10 +179,55 @@ def test_answers_are_audited_for_ever_even_if_an_audit_fails(store: KVStore) -> 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"share": 0.0}, {"share": 1.1}, {"max_kl": 0.0}, {"max_kl": float("nan")}, {"window": 1}]
+    "wrong",
+    [
+        {"share": 0.0},
+        {"share": 1.1},
+        {"share": "x"},
+        {"max_kl": 0.0},
+        {"max_kl": float("nan")},
+        {"max_kl": "x"},
+        {"window": 1},
+        {"window": "x"},
+        {"on_result": 3},
+    ],
 )
 def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidSettingError):
         Audit(**wrong)
     with pytest.raises(InvalidSettingError):
         EngineSettings(audit=0.1)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_let_go_of_is_collected(store: KVStore) -> None:
+    engine = engine_on(store, audit=Audit(share=1.0))
+    engine.ingest(TEXTS[:2])
+    engine.answer(prompt((0, 1, 2)), ratio=0.0, max_tokens=2)  # learns, and is audited
+    engine.drain()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_nothing_that_is_called_back_ends_the_audits(store: KVStore, error: type[BaseException]) -> None:
+    engines: list[RagBlend] = []
+
+    def on_result(_: Audited) -> None:
+        engines[0].drain()  # does not wait for itself
+        raise error
+
+    with engine_on(store, audit=Audit(share=1.0, on_result=on_result)) as engine:
+        engines.append(engine)
+        engine.ingest(TEXTS)
+        ask(engine, 2)
+        assert engine.audits().audited == 2
+
+
+@pytest.mark.parametrize("chosen", [float("nan"), -0.1, 1.1, "much", None])
+def test_a_ratio_that_is_none_is_refused(store: KVStore, chosen: Any) -> None:
+    with engine_on(store) as engine:
+        engine.ingest(TEXTS)
+        with pytest.raises(InvalidSettingError, match="from 0 to 1"):
+            engine.answer(prompt((0, 1)), ratio=lambda scores, state: chosen)

@@ -177,7 +177,8 @@ class Samples:
             fits = made.signals.shape == (*made.kl.shape, _SIGNALS) and made.kl.shape[1:] == (len(made.ratios),)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSettingError(f"these are no samples ({error!r}): calibrate again") from error
-        if not (fits and len(made) and np.isfinite(made.signals).all() and np.isfinite(made.kl).all()):
+        ascending = made.ratios == tuple(sorted(made.ratios)) and all(0.0 <= ratio < 1.0 for ratio in made.ratios)
+        if not (fits and ascending and len(made) and np.isfinite(made.signals).all() and np.isfinite(made.kl).all()):
             raise InvalidSettingError("these samples are damaged or another version's: calibrate again")
         return made
 

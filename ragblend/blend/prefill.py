@@ -232,7 +232,10 @@ def _scored_first(state: Pass, selector: Selector, choose: RatioChooser) -> tupl
         raise InvalidSettingError(f"{selector} scores tokens on the way; a ratio is chosen by scores known before it")
     state.load(0)
     scores = selector.scores(state, 0)
-    return scores, choose(scores, state)
+    ratio = choose(scores, state)
+    if not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
+        raise InvalidSettingError(f"{choose} chose the ratio {ratio!r}: it must be a number from 0 to 1")
+    return scores, ratio
 
 
 def _best(scores: Tensor, among: Tensor, budget: int) -> Tensor:

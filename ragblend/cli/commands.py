@@ -152,7 +152,9 @@ def calibrate(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Questions at most.")] = 60,
-    minutes: Annotated[float, typer.Option(help="No question is begun when they are nearly over.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(help="No question is begun when they are nearly over; 19 are asked in any case.")
+    ] = 10.0,
     top_k: Annotated[int, typer.Option(help="How many chunks answers are made from.")] = 4,
     as_json: AsJson = False,
 ) -> None:
@@ -195,11 +197,12 @@ def stats(store: Store = DEFAULT_STORE, model: Model = None, as_json: AsJson = F
         width = max(map(len, counts))
         lines = [f"{name:<{width}}  {value}" for name, value in counts.items() if name != "calibrations"]
         for found in counts["calibrations"]:
-            levels = (f"{name} {level['ratio']:.2f}" for name, level in found.get("levels", {}).items())
-            lines.append(
-                f"{'calibrated':<{width}}  {found.get('made')}: {found.get('questions')} questions "
-                f"({found.get('source')}), mean ratios {', '.join(levels)}"
-            )
+            try:
+                levels = ", ".join(f"{name} {level['ratio']:.2f}" for name, level in found["levels"].items())
+                what = f"{found['made']}, policy {found['policy']}: {found['questions']} questions ({found['source']})"
+                lines.append(f"{'calibrated':<{width}}  {what}, mean ratios {levels}")
+            except (AttributeError, KeyError, TypeError, ValueError):
+                lines.append(f"{'calibrated':<{width}}  unreadable: calibrate again")
         say(counts, "\n".join(lines))
 
 

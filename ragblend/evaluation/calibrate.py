@@ -7,6 +7,7 @@ each ratio; from these samples the engine chooses ratios for new requests (blend
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from ragblend.blend.divergence import kl_divergence
 from ragblend.blend.prefill import Pass, Selector
 from ragblend.blend.selectors import FirstTokens, QuestionAttention, selector_as_dict
 from ragblend.engine import RagBlend
-from ragblend.errors import IngestError, InvalidSettingError
+from ragblend.errors import ContextWindowError, IngestError, InvalidSettingError
 from ragblend.evaluation.metrics import bootstrap_interval, paired_ratio_interval
 from ragblend.kb.knowledge import DEFAULT_TOP_K
 from ragblend.model.generate import DecodeSettings
@@ -90,7 +91,7 @@ def calibrate(
     Args:
         prompts: requests like those to come, whose chunks are ingested.
         candidates: selectors that choose before the first layer.
-        minutes: no request is begun when they are nearly over.
+        minutes: no request is begun when they are nearly over, except the few that anything can be promised from.
         source: where the prompts come from, for the record.
         progress: called with (steps done, steps in all).
 
@@ -121,15 +122,21 @@ def calibrate(
 
     compared = _Comparison(engine, candidates)
     for prompt in prompts[:compared_on]:
-        compared.ask(reference_of(engine, prompt))
+        with contextlib.suppress(ContextWindowError):  # a prompt that could not be answered anyway
+            compared.ask(reference_of(engine, prompt))
         step()
+        if time.perf_counter() - started > _SPARE * 60 * minutes / 2:
+            break
     selector = compared.best() if compared_on else candidates[0]
     seen: list[Floats] = []
     kl: list[list[float]] = []
-    for prompt in prompts:
-        if len(kl) >= NEEDED and time.perf_counter() > deadline:
+    for asked, prompt in enumerate(prompts):
+        if asked >= NEEDED and time.perf_counter() > deadline:
             break
-        reference = reference_of(engine, prompt)
+        try:
+            reference = reference_of(engine, prompt)
+        except ContextWindowError:
+            continue
         probes = [_Probe(ratio) for ratio in MEASURED]
         row = [divergence(engine, reference, probe, selector).kl for probe in probes]
         if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
@@ -147,6 +154,7 @@ def calibrate(
         "selector": selector_as_dict(selector),
         "questions": len(samples),
         "source": source,
+        "policy": engine.settings.policy,
         "levels": {name: _level(samples, MaxKL(nats)) for name, nats in QUALITIES.items()},
         "compared": compared.as_list(),
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -183,8 +191,8 @@ def calibrate_documents(
         ModelError: there is no model.
     """
     started = time.perf_counter()
-    if questions is not None and len(questions) < NEEDED:
-        raise _too_few(len(questions))
+    if (count := limit if questions is None else min(limit, len(questions))) < NEEDED:
+        raise _too_few(count)
     kb.as_retriever(top_k)  # says so at once if there is nothing to retrieve
 
     def doing(what: str) -> Callable[[int, int], None]:
@@ -281,6 +289,8 @@ class _Comparison:
                 self._select_s[n].append(measured.report.select_s)
 
     def best(self) -> Selector:
+        if not self._kl[0]:
+            return self._candidates[0]
         closest = min(range(len(self._candidates)), key=lambda n: float(np.mean(self._logs(n))))
         good = [n for n in range(len(self._candidates)) if n == closest or self._as_close(n, closest)]
         return self._candidates[min(good, key=lambda n: float(np.median(self._select_s[n])))]

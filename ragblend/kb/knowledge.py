@@ -28,6 +28,7 @@ from ragblend.kb.index import DocumentIndex
 from ragblend.kb.ingestion import Document, Ingestion, Progress, file_document, text_document
 from ragblend.kb.models import DEFAULT_POLICY, Models
 from ragblend.kb.reports import IngestSummary, KnowledgeBaseStats, Reply, Verification
+from ragblend.quality import CALIBRATION
 from ragblend.store.kvstore import KVStore
 
 if TYPE_CHECKING:
@@ -324,8 +325,7 @@ class KnowledgeBase:
             policy=self.policy,
             calibrations=[
                 {name: value for name, value in found.items() if name != "samples"}
-                for found in self.store.document("calibration").values()
-                if isinstance(found, dict)
+                for found in self.store.documents(CALIBRATION).values()
             ],
             **asdict(self.store.stats()),
         )

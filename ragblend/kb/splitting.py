@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ragblend.kb.files import Part
 
-SPLITTING_VERSION = 2
+SPLITTING_VERSION = 3
 """Raised when the same text is split in another way: documents are then split anew at the next ingest."""
 
 # Ranks of borders; headings have their level, from 1.

@@ -645,7 +645,7 @@ class KVStore:
             kept = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             _log.warning("%s cannot be read and is left out: %s", path, error)
             return {}
         return kept if isinstance(kept, dict) else {}
@@ -658,6 +658,11 @@ class KVStore:
         """
         with self._typed_errors("write"):
             _replace(self._document_path(name), json.dumps(content) + "\n")
+
+    def documents(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """All documents whose names begin so, by name."""
+        names = sorted(path.stem for path in self.directory.glob(f"{prefix}*.json"))
+        return {name: self.document(name) for name in names}
 
     def _document_path(self, name: str) -> Path:
         if not name.isidentifier():

@@ -12,7 +12,7 @@ from command_line import Cli
 from ragblend import MaxKL, RagBlend
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
 from ragblend.cli.options import questions_of
-from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError
+from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError, StoreError
 from ragblend.evaluation import budget
 from ragblend.evaluation.calibrate import NEEDED, calibrate, calibrate_documents
 from ragblend.evaluation.cases import two_hop, write_cases
@@ -109,8 +109,8 @@ def test_damage_to_what_is_kept_costs_the_calibration_only(loaded: Any, tmp_path
     with RagBlend(*loaded, tmp_path / "kv") as engine:
         engine.ingest(CASES[0].chunks)
         identity = engine._blending
-    for damage in ("{", "[]", json.dumps({identity: 3}), json.dumps({identity: {"samples": {"kl": 1}}})):
-        (tmp_path / "kv" / "calibration.json").write_text(damage)
+    for damage in ("{", "[]", "[" * 100_000, '{"levels": 3}', json.dumps({"samples": {"kl": 1}})):
+        (tmp_path / "kv" / f"calibration_{identity}.json").write_text(damage)
         with RagBlend(*loaded, tmp_path / "kv") as engine:
             assert engine.answer(PROMPTS[0], max_tokens=1).report.hits == 3
             with pytest.raises(NotCalibratedError):
@@ -194,11 +194,15 @@ def test_bounds_are_measured_on_questions_held_out(cli: Cli, tmp_path: Path) -> 
 
 def test_documents_are_kept_whole(tmp_path: Path) -> None:
     with KVStore(tmp_path / "kv") as store:
-        assert store.document("calibration") == {}
-        store.save_document("calibration", {"a": [1, 2]})
-        assert store.document("calibration") == {"a": [1, 2]}
+        assert store.document("notes_1") == {}
+        store.save_document("notes_1", {"a": [1, 2]})
+        store.save_document("notes_1", {"a": [1, 3]})
+        store.save_document("notes_2", {})
     with KVStore(tmp_path / "kv") as store:
-        assert store.document("calibration") == {"a": [1, 2]}
+        assert store.document("notes_1") == {"a": [1, 3]}
+        assert store.documents("notes_") == {"notes_1": {"a": [1, 3]}, "notes_2": {}}
+        with pytest.raises(StoreError):
+            store.save_document("../notes", {})
 
 
 def test_questions_are_read_from_odd_files(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings, _TextStream, next_token
 
 
@@ -80,5 +81,5 @@ def test_greedy_top_p_and_penalty() -> None:
 
 @pytest.mark.parametrize("stop", ["text", ("",), (3,)])
 def test_stop_is_a_sequence_of_strings(stop: object) -> None:
-    with pytest.raises(ValueError, match="stop"):
+    with pytest.raises(InvalidSettingError, match="stop"):
         DecodeSettings(stop=stop)  # type: ignore[arg-type]

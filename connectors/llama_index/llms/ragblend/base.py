@@ -138,7 +138,7 @@ class RagBlendLLM(FunctionCallingLLM):
     repetition_penalty: float = Field(description="Above 1: tokens that were seen become less likely.")
     stop: tuple[str, ...] = Field(description="Strings that end an answer.")
     seed: int | None = Field(description="Makes sampling repeatable.")
-    ratio: float | str | MaxKL | None = Field(description="Share of reused tokens to recompute; or what chooses it.")
+    ratio: Any = Field(description="Share of reused tokens to recompute; or what chooses it.")
     selector: Any = Field(description="Which tokens those are.", exclude=True)
     context_window: int | None = Field(description="Fewer tokens than the model's own window.")
     is_chat_model: bool | None = Field(description="Whether core formats chat prompts; None: as the model has it.")
@@ -202,6 +202,8 @@ class RagBlendLLM(FunctionCallingLLM):
         chosen = huggingface.with_theirs(own, theirs, defaults=_DEFAULTS) | {"seed": seed}
         decoding = {name: chosen[name] for name in _DECODING} | {"stop": _stops(chosen["stop"])}
         _check_decoding(decoding)
+        if isinstance(ratio, dict):  # as to_dict writes it
+            ratio = MaxKL(**ratio)
         if ratio is not None:
             check_ratio(ratio)
         if selector is not None:
