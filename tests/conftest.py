@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 from tiny_models import FAMILIES
 
@@ -8,3 +10,13 @@ from tiny_models import FAMILIES
 def family(request: pytest.FixtureRequest) -> str:
     """Each tiny model family in turn."""
     return str(request.param)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports travel between processes as UTF-8, and what tests of odd file names print cannot always be written so."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    if isinstance(report.longrepr, str):
+        report.longrepr = report.longrepr.encode(errors="backslashreplace").decode()
+    return report
