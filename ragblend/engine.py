@@ -759,6 +759,11 @@ class RagBlend:
         if self._owns_store:
             self.store.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._idle.closing
+
     def __enter__(self) -> Self:
         return self
 

@@ -294,7 +294,7 @@ class KnowledgeBase:
             StoreError: what was said before cannot be read.
         """
         with self._opening_sessions:
-            conversation = self._conversations.get(name)
+            conversation = self._conversations.get(name) if isinstance(name, str) else None
             if conversation is None:
                 conversation = Conversation(self.store.directory / "sessions", name)
                 self._conversations[name] = conversation

@@ -213,7 +213,9 @@ def test_many_threads_in_one_chat(kb: KnowledgeBase) -> None:
     assert Conversation(kb.store.directory / "sessions", "threads").turns == chat.turns
 
 
-@pytest.mark.parametrize("name", ["", "..", "../up", "a/b", ".hidden", "a b", "x" * 129, "caf\xe9", "a\n", 7, None])
+@pytest.mark.parametrize(
+    "name", ["", "..", "../up", "a/b", ".hidden", "a b", "x" * 129, "caf\xe9", "a\n", 7, None, ["x"]]
+)
 def test_an_id_is_a_plain_word(kb: KnowledgeBase, name: object) -> None:
     with pytest.raises(InvalidSettingError, match="id is 1 to 128"):
         kb.session(name)  # type: ignore[arg-type]

@@ -448,3 +448,12 @@ def test_what_goes_wrong_while_listening_is_logged_and_stops_nothing(
     node = NodeWithScore(node=TextNode(text=texts[0]))
     get_dispatcher().event(RetrievalEndEvent(str_or_query_bundle=QUESTION, nodes=[node]))
     assert caplog.text == ""
+
+
+def test_an_engine_that_was_closed_beneath_its_llm_is_told_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    llm = RagBlendLLM.from_engine(engine)
+    engine.close()
+    engine.store.close()
+    assert engine.closed
+    llm.retrieved(["A text that is long enough to be found in a prompt by itself."])  # raised a StoreError before

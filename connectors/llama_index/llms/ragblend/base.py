@@ -340,7 +340,10 @@ class RagBlendLLM(FunctionCallingLLM):
         Raises:
             StoreError: as `expect`, which is done too where `learn_retrieved` says so.
         """
-        if (engine := self._engine) is not None:
+        engine = self._engine
+        if engine is not None and engine.closed:  # by whoever made it
+            return
+        if engine is not None:
             engine.prefetch(texts)
         if self.learn_retrieved:
             self.expect(texts)
