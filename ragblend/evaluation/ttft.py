@@ -112,26 +112,25 @@ class _Bench:
         self._stock = Stock(stock, tokenizer)
         self._prompts, self._compared = prompts, compared
         self._times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self._ingest_s: list[float] = []
-        self._prefill_s: list[float] = []
+        self._ingest_rates: list[float] = []  # tokens a second, all variants of a chunk counted
+        self._prefill_rates: list[float] = []
         self._tokens: list[int] = []
-        self._new_tokens = 0
         self._turn = 0
 
     def ingest(self, question: Question) -> None:
         """Ingest a question's chunks behind the preamble, and time the stock model's own forward over the same ids."""
-        stock_s = 0.0
+        stock_s, stock_tokens = 0.0, 0
         with torch.inference_mode():
             for chunk in question.chunks:
                 ids = torch.tensor([self._prompts.encode_text(chunk)], device=self._stock.model.device)
                 started = time.perf_counter()
                 self._stock.model(input_ids=ids, use_cache=True, logits_to_keep=1)
                 stock_s += time.perf_counter() - started
+                stock_tokens += ids.shape[1]
         report = self._engine("blend").ingest(question.chunks)
         if report.computed == len(question.chunks):
-            self._ingest_s.append(report.seconds)
-            self._prefill_s.append(stock_s)
-            self._new_tokens += report.tokens
+            self._ingest_rates.append(report.tokens / report.seconds)
+            self._prefill_rates.append(stock_tokens / stock_s)
         self._engine("cacheblend").ingest(question.chunks)
 
     def warm_up(self, question: Question) -> None:
@@ -203,12 +202,14 @@ class _Bench:
             "model": self._name,
             "strategies": rows,
             "ingest": {
-                "tokens_per_s": self._new_tokens / sum(self._ingest_s) if self._ingest_s else None,
-                "stock_prefill_tokens_per_s": self._new_tokens / sum(self._prefill_s) if self._prefill_s else None,
-                "median_ratio": statistics.median(s / i for s, i in zip(self._prefill_s, self._ingest_s, strict=True))
-                if self._ingest_s
-                else None,
-            },
+                "tokens_per_s": statistics.median(self._ingest_rates),
+                "stock_prefill_tokens_per_s": statistics.median(self._prefill_rates),
+                "median_ratio": statistics.median(
+                    ours / stock for ours, stock in zip(self._ingest_rates, self._prefill_rates, strict=True)
+                ),
+            }
+            if self._ingest_rates
+            else None,
             "store": {
                 "bytes": stats.bytes,
                 "tokens": stats.tokens,
