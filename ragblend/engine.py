@@ -23,7 +23,7 @@ from torch import Tensor
 from ragblend.audit import COMPARED_TOKENS, Audited, AuditLog, Guard
 from ragblend.blend.budget import Budget, Samples
 from ragblend.blend.controller import LoadingController
-from ragblend.blend.divergence import answer_logits, kl_divergence
+from ragblend.blend.divergence import agreement, answer_logits, kl_divergence
 from ragblend.blend.prefill import Plan, Prefilled, RatioChooser, Selector, full_plan, prefill
 from ragblend.blend.prefix import PrefixCache
 from ragblend.blend.selectors import QuestionAttention, RecomputeNone
@@ -698,7 +698,7 @@ class RagBlend:
             result = Audited(
                 kl=float(kl.mean()),
                 kl_first=float(kl[0]),
-                agreement=float((there.argmax(-1) == here.argmax(-1)).float().mean()),
+                agreement=agreement(there, here),
                 same_answer=None if sampled else given == wanted[: len(given)],
                 ratio=ready.report.ratio,
                 foreign=self._foreign(ready),

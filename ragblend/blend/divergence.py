@@ -32,6 +32,11 @@ def answer_logits(
     return torch.cat(found).float().cpu()
 
 
+def agreement(reference: Tensor, other: Tensor) -> float:
+    """Share of the positions at which both would choose the same token. Logits: [tokens, vocab] each."""
+    return float((reference.argmax(-1) == other.argmax(-1)).float().mean())
+
+
 def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
     """KL(reference || other) of the next-token distributions, position by position.
 

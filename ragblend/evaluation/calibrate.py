@@ -110,7 +110,7 @@ def calibrate(
     if len(prompts) < NEEDED:
         raise _too_few(len(prompts))
     started = time.perf_counter()
-    deadline = started + _SPARE * 60 * minutes
+    seconds = _SPARE * 60 * minutes
     compared_on = min(_COMPARED_ON, len(prompts)) if len(candidates) > 1 else 0
     steps, done = compared_on + len(prompts), 0
 
@@ -121,20 +121,22 @@ def calibrate(
             progress(done, steps)
 
     compared = _Comparison(engine, candidates)
-    for prompt in prompts[:compared_on]:
+    references: dict[int, Reference] = {}
+    for n, prompt in enumerate(prompts[:compared_on]):
         with contextlib.suppress(ContextWindowError):  # a prompt that could not be answered anyway
-            compared.ask(reference_of(engine, prompt))
+            references[n] = reference_of(engine, prompt)
+            compared.ask(references[n])
         step()
-        if time.perf_counter() - started > _SPARE * 60 * minutes / 2:
+        if time.perf_counter() - started > seconds / 2:
             break
     selector = compared.best() if compared_on else candidates[0]
     seen: list[Floats] = []
     kl: list[list[float]] = []
     for asked, prompt in enumerate(prompts):
-        if asked >= NEEDED and time.perf_counter() > deadline:
+        if asked >= NEEDED and time.perf_counter() - started > seconds:
             break
         try:
-            reference = reference_of(engine, prompt)
+            reference = references.pop(asked, None) or reference_of(engine, prompt)
         except ContextWindowError:
             continue
         probes = [_Probe(ratio) for ratio in MEASURED]

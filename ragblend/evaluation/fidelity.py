@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.blend.divergence import kl_divergence
+from ragblend.blend.divergence import agreement, kl_divergence
 from ragblend.blend.variants import Policy, neighbours_of
 from ragblend.engine import RagBlend, Ready
 from ragblend.errors import InvalidSettingError
@@ -249,7 +249,7 @@ class _Bench:
             values = {
                 "kl": float(kl.mean()),
                 "kl_first": float(kl[0]),
-                "agreement": float((logits.argmax(-1) == reference.logits.argmax(-1)).float().mean()),
+                "agreement": agreement(reference.logits, logits),
                 "exact": float(answer.strip() == reference.answer.strip()),
                 "rows_fraction": ready.report.rows_fraction,
                 "ttft_s": seconds,

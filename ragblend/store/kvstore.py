@@ -438,14 +438,8 @@ class KVStore:
         Raises:
             StoreError: the store is closed, or its index cannot be read.
         """
-        found: dict[str, bytes] = {}
-        with self._typed_errors("read"):
-            for first in range(0, len(keys), _KEYS_AT_ONCE):
-                some = list(keys[first : first + _KEYS_AT_ONCE])
-                marks = ",".join("?" * len(some))
-                rows = self._kv.rows(f"SELECT key, value FROM Cache WHERE raw = 1 AND key IN ({marks})", some)
-                found.update((key, note if isinstance(note, bytes) else b"") for key, note in rows)
-        return found
+        found = self._values_where("key", keys)
+        return {key: note if isinstance(note, bytes) else b"" for key, note in found.items()}
 
     def notes_labelled(self, labels: Sequence[bytes]) -> dict[str, bytes]:
         """The notes that begin with one of these labels, LABEL_BYTES each, by key. Nothing is counted or touched.
@@ -453,12 +447,17 @@ class KVStore:
         Raises:
             StoreError: the store is closed, or its index cannot be read.
         """
-        found: dict[str, bytes] = {}
+        return self._values_where(_LABEL, labels)
+
+    def _values_where(self, expression: str, among: Sequence[object]) -> dict[str, Any]:
+        """key -> value of the rows in which the SQL expression is one of these."""
+        found: dict[str, Any] = {}
         with self._typed_errors("read"):
-            for first in range(0, len(labels), _KEYS_AT_ONCE):
-                some = list(labels[first : first + _KEYS_AT_ONCE])
-                among = f"{_LABEL} IN ({','.join('?' * len(some))})"
-                found.update(self._kv.rows(f"SELECT key, value FROM Cache WHERE raw = 1 AND {among}", some))
+            for first in range(0, len(among), _KEYS_AT_ONCE):
+                some = list(among[first : first + _KEYS_AT_ONCE])
+                marks = ",".join("?" * len(some))
+                query = f"SELECT key, value FROM Cache WHERE raw = 1 AND {expression} IN ({marks})"
+                found.update(self._kv.rows(query, some))
         return found
 
     def paths(self, keys: Sequence[str]) -> dict[str, Path]:
