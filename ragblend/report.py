@@ -47,7 +47,7 @@ class BlendReport:
         bytes_read: payload bytes read from the store.
         tokenise_s, lookup_s: prompt to ids; ids to open payload readers.
         load_s, stall_s: time the background reader worked; time the pass waited for it.
-        select_s: time spent choosing tokens (part of prefill_s).
+        select_s: time spent choosing tokens, loading apart (part of prefill_s).
         prefill_s: from the first layer to the last logits.
         ttft_s: from the prompt string to the first token, all of the above included.
         decode_tokens, decode_s: tokens after the first one, and the time they took.

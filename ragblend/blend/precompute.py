@@ -1,13 +1,13 @@
 """Chunk KV, computed once and stored: a chunk prefilled behind what variants.py chooses.
 
-The head, the ids that stand before the first chunk of a real prompt, is prefilled once and kept; so is the context
-behind it that was used last, since many chunks in a row share one.
+What it is prefilled behind is mostly the same for many chunks in a row: the head, the ids that stand before the first
+chunk of a real prompt, and the head with a context behind it. The KV of the last two of these is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,17 @@ from ragblend.blend.selectors import RecomputeNone
 from ragblend.errors import ContextWindowError
 from ragblend.kv import ChunkKV, LayerKV
 from ragblend.model.decoder import Decoder, KVCache
+
+
+_KEPT = 2  # "behind the head" and "behind a context" take turns, chunk by chunk
+
+
+@dataclass
+class _Begun:
+    """Buffers that begin with the KV of `known` ids. A chunk is computed behind them, and overwritten by the next."""
+
+    known: tuple[int, ...]
+    cache: KVCache
 
 
 class Precomputer:
@@ -27,8 +38,7 @@ class Precomputer:
     def __init__(self, decoder: Decoder, head_ids: Sequence[int]) -> None:
         self._decoder = decoder
         self._head = tuple(head_ids)
-        self._known: tuple[int, ...] = ()  # ids whose KV stands at the start of the buffers
-        self._cache: KVCache | None = None
+        self._begun: list[_Begun] = []  # the one used last comes last
 
     def chunk_kv(
         self, ids: Sequence[int], context: Sequence[int] = (), source: LayerSource | None = None, stored: int = 0
@@ -49,35 +59,40 @@ class Precomputer:
         tokens = len(before) + len(ids)
         if tokens > self._decoder.context_window_tokens:
             raise ContextWindowError(tokens, 0, self._decoder.context_window_tokens)
-        cache = self._room_for(tokens)
-        if self._known != before:
-            self._known = self._head if self._known[: len(self._head)] == self._head else ()
-        if self._known != before and source is not None:
-            if self._known != self._head:
-                self._prefill(cache, self._head)
-                self._known = self._head
+        begun = self._begin(before, tokens)
+        if begun.known != before and source is not None:
+            self._compute(begun, self._head)
             plan = _behind_stored((*before, *ids), len(self._head), stored)
-            prefill(self._decoder, cache, plan, source, RecomputeNone(), 0.0)
+            prefill(self._decoder, begun.cache, plan, source, RecomputeNone(), 0.0)
         else:
-            if self._known != before:
-                self._prefill(cache, before)
-                self._known = before
-            self._prefill(cache, (*before, *ids))
-        return self._unrotated(cache, len(before), tokens)
+            self._compute(begun, before)
+            prefill(self._decoder, begun.cache, full_plan((*before, *ids), len(before)), None, RecomputeNone(), 0.0)
+        return self._unrotated(begun.cache, len(before), tokens)
 
-    def _prefill(self, cache: KVCache, ids: Sequence[int]) -> None:
-        prefill(self._decoder, cache, full_plan(ids, len(self._known)), None, RecomputeNone(), 0.0)
+    def _begin(self, before: tuple[int, ...], tokens: int) -> _Begun:
+        """Buffers for so many tokens, which begin with `before` if any do, else with as much of the head as there is."""
+        begun = next((each for each in self._begun if each.known == before), None)
+        if begun is not None:
+            self._begun.remove(begun)
+        elif len(self._begun) < _KEPT:
+            begun = _Begun((), self._decoder.new_cache(tokens))
+        else:
+            begun = self._begun.pop(0)
+            begun.known = self._head if begun.known[: len(self._head)] == self._head else ()
+        if begun.cache.capacity < tokens:
+            grown = self._decoder.new_cache(tokens + tokens // 4)
+            known = slice(0, len(begun.known))
+            for layer in range(self._decoder.n_layers):
+                grown.write(layer, known, *begun.cache.read(layer, known))
+            begun.cache = grown
+        self._begun.append(begun)
+        return begun
 
-    def _room_for(self, tokens: int) -> KVCache:
-        """Buffers of at least that size, with what is known at their start."""
-        if self._cache is None or self._cache.capacity < tokens:
-            grown = self._decoder.new_cache(tokens if self._cache is None else tokens + tokens // 4)
-            known = slice(0, len(self._known))
-            if self._cache is not None:
-                for layer in range(self._decoder.n_layers):
-                    grown.write(layer, known, *self._cache.read(layer, known))
-            self._cache = grown
-        return self._cache
+    def _compute(self, begun: _Begun, ids: tuple[int, ...]) -> None:
+        """Have the buffers begin with these ids, which begin with what is known."""
+        if begun.known != ids:
+            prefill(self._decoder, begun.cache, full_plan(ids, len(begun.known)), None, RecomputeNone(), 0.0)
+            begun.known = ids
 
     @torch.inference_mode()
     def _unrotated(self, cache: KVCache, start: int, stop: int) -> ChunkKV:

@@ -20,7 +20,8 @@ published CacheBlend is the HKVD selector over chunks that were prefilled alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,6 +94,8 @@ class Pass:
     positions: [rows] int64; the rows being computed: fresh and kept tokens, ascending.
     hidden: [1, rows, hidden]; their hidden states before the current layer.
     row_layers: rows x layers computed so far, selection included.
+    load_s: time spent waiting for reused KV and putting it in place.
+    select_s: time spent choosing tokens; without that of loading layers, which every prefill spends sooner or later.
     """
 
     decoder: Decoder
@@ -104,6 +107,8 @@ class Pass:
     rows: Rows = field(init=False)
     hidden: Tensor = field(init=False)
     row_layers: int = 0
+    load_s: float = 0.0
+    select_s: float = 0.0
     _loaded: int = 0
 
     def __post_init__(self) -> None:
@@ -121,6 +126,7 @@ class Pass:
 
     def load(self, layer: int) -> None:
         """Bring the reused KV of every layer up to `layer` into the cache, keys rotated to their places here."""
+        started = time.perf_counter()
         while self._loaded <= layer:
             if self.source is not None:
                 stored = self.source.layer(self._loaded)
@@ -131,6 +137,14 @@ class Pass:
                     self.cache.write(self._loaded, slice(start, stop), key[:, run], stored.value[:, run])
                     taken = run.stop
             self._loaded += 1
+        self.load_s += time.perf_counter() - started
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Count the time spent in here as that of choosing tokens."""
+        started, loaded_s = time.perf_counter(), self.load_s
+        yield
+        self.select_s += time.perf_counter() - started - (self.load_s - loaded_s)
 
     def narrow(self, keep: Tensor) -> None:
         """Go on with the fresh rows and the reused tokens in `keep` [tokens] bool, a subset of `kept`."""
@@ -165,7 +179,7 @@ class Prefilled:
     recomputed: [tokens] bool; reused tokens recomputed in every layer.
     ratio: the share that they were meant to be of the reused tokens that are not settled.
     row_layers: rows x layers computed, selection included.
-    select_s: time spent scoring.
+    select_s: time spent choosing tokens.
     """
 
     logits: Tensor
@@ -200,30 +214,25 @@ def prefill(
     moved_tokens = int(moved.sum())
     state = Pass(decoder, cache, plan, source, kept=moved)
     scores: Tensor | None = None
-    select_s = 0.0
     if callable(ratio):
-        started = time.perf_counter()
-        scores, ratio = _scored_first(state, selector, ratio) if moved_tokens else (None, 0.0)
-        select_s += time.perf_counter() - started
+        with state.selecting():
+            scores, ratio = _scored_first(state, selector, ratio) if moved_tokens else (None, 0.0)
     schedule = selector.schedule(ratio) if moved_tokens else {}
     if max(schedule, default=0) >= decoder.n_layers:
         raise InvalidSettingError(f"{selector} looks at layer {max(schedule)}; the model has {decoder.n_layers}")
     for layer in range(decoder.n_layers):
         state.load(layer)
-        if layer in schedule:
-            started = time.perf_counter()
-            budget = round(schedule[layer] * moved_tokens)
-            if budget < int(state.kept.sum()):
+        if layer in schedule and (budget := round(schedule[layer] * moved_tokens)) < int(state.kept.sum()):
+            with state.selecting():
                 if scores is None:
                     scores = selector.scores(state, layer) if budget else state.kept.float()
                 state.narrow(_best(scores, state.kept, budget))
                 scores = None
-            select_s += time.perf_counter() - started
         if layer < decoder.n_layers - 1:
             state.run(layer)
         else:
             state.run_last(layer)
-    return Prefilled(decoder.logits(state.hidden)[-1], state.kept, ratio, state.row_layers, select_s)
+    return Prefilled(decoder.logits(state.hidden)[-1], state.kept, ratio, state.row_layers, state.select_s)
 
 
 def _scored_first(state: Pass, selector: Selector, choose: RatioChooser) -> tuple[Tensor, float]:

@@ -33,15 +33,12 @@ from ragblend.report import BlendReport
 from ragblend.settings import Ratio
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from ragblend.kb import KnowledgeBase
 
 CANDIDATES: tuple[Selector, ...] = (
     FirstTokens(),
     QuestionAttention((0.125, 0.25)),
-    QuestionAttention((0.25, 0.5)),
+    QuestionAttention((0.375, 0.625)),
     QuestionAttention((0.5, 1.0)),
 )
 """The selectors that are compared; all choose before the first layer, as a ratio chosen by their scores needs."""

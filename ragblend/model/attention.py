@@ -32,6 +32,9 @@ ATTENTION_NAME = "ragblend"
 # Rows in a block. Smaller blocks look at fewer keys beyond the diagonal; larger ones fill the matrix units and, on a
 # GPU, need fewer launches. The fused CPU kernel tiles queries by 64, so other multiples cost more per row.
 _BLOCK_ROWS = {"cpu": 128, "cuda": 512}
+# What one block more must save, in rows x keys: scattered rows gain nothing by finer blocks, but a prompt's head and
+# its question, computed together, would have the head look past everything between them.
+_WORTH_A_BLOCK = 40_000
 # Block masks are the same in every layer. They are kept while they are small beside the KV itself.
 _KEPT_MASK_ELEMENTS = 16 * 1024 * 1024
 
@@ -99,11 +102,22 @@ class CausalRows:
             return self._kept.setdefault((window, dtype), tuple(made))
         return made
 
-    def _make_blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of every block: rows of a full tile, and where they lie far apart, two blocks of them."""
         size = _BLOCK_ROWS.get(self.device.type, 512)
         # A block that is not full is the first one: half-empty tiles cost least where there are the fewest keys.
         for stop in range((len(self) - 1) % size + 1, len(self) + 1, size):
             start = max(0, stop - size)
+            rows = self.positions[start:stop]
+            saved = torch.arange(1, len(rows)) * (rows[-1] - rows[:-1])
+            if len(saved) and int(saved.max()) > _WORTH_A_BLOCK:
+                cut = start + int(saved.argmax()) + 1
+                yield start, cut
+                start = cut
+            yield start, stop
+
+    def _make_blocks(self, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
+        for start, stop in self._cuts():
             rows = self.positions[start:stop]
             first, last = int(rows[0]), int(rows[-1])
             key_start = 0 if window is None else max(0, first - window + 1)
@@ -220,7 +234,9 @@ def _explicit(
     _, heads, n_rows, dim = q.shape
     kv_heads, n_keys = k.shape[1], k.shape[2]
     packed = q.reshape(kv_heads, (heads // kv_heads) * n_rows, dim)
-    logits = torch.bmm(packed, k[0].transpose(1, 2)).float().mul_(scale)
+    # Of keys in the front of a longer buffer a batched product makes a far slower copy of its own.
+    keys, values = k[0].contiguous(), v[0].contiguous()
+    logits = torch.bmm(packed, keys.transpose(1, 2)).float().mul_(scale)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if block.mask is not None:
@@ -230,4 +246,4 @@ def _explicit(
         skip = max(0, probe.first_row - block.start)
         watched = weights.view(heads, n_rows, n_keys)[:, skip:].sum((0, 1))
         probe.mass[block.key_start : block.key_stop] += watched.to(probe.mass.device)
-    return torch.bmm(weights.to(v.dtype), v[0]).view(1, heads, n_rows, v.shape[-1])
+    return torch.bmm(weights.to(v.dtype), values).view(1, heads, n_rows, v.shape[-1])
