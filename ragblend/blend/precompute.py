@@ -17,7 +17,6 @@ from ragblend.errors import ContextWindowError
 from ragblend.kv import ChunkKV, LayerKV
 from ragblend.model.decoder import Decoder, KVCache
 
-
 _KEPT = 2  # "behind the head" and "behind a context" take turns, chunk by chunk
 
 
@@ -70,7 +69,7 @@ class Precomputer:
         return self._unrotated(begun.cache, len(before), tokens)
 
     def _begin(self, before: tuple[int, ...], tokens: int) -> _Begun:
-        """Buffers for so many tokens, which begin with `before` if any do, else with as much of the head as there is."""
+        """Buffers for so many tokens that begin with `before`, or else with as much of the head as there is."""
         begun = next((each for each in self._begun if each.known == before), None)
         if begun is not None:
             self._begun.remove(begun)

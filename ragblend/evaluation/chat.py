@@ -27,7 +27,7 @@ from ragblend.evaluation.stock import Stock
 from ragblend.evaluation.strategies import read_questions
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Turn
-from ragblend.kb.session import DEFAULT_MAX_TOKENS
+from ragblend.kb.session import DEFAULT_MAX_TOKENS, DEFAULT_RATIO
 from ragblend.model.sources import load_model
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.template import PromptTokenizer
@@ -49,7 +49,7 @@ def run(
     chunk_tokens: int = 300,
     turns: int = 8,
     limit: int = 1,
-    ratio: float = 0.15,
+    ratio: float = DEFAULT_RATIO,
     answer_tokens: int = DEFAULT_MAX_TOKENS,
     dtype: str = "auto",
     store: Path | None = None,

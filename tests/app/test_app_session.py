@@ -12,7 +12,7 @@ from llama_index.core.schema import NodeWithScore
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError, StoreError
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Conversation, Turn
-from ragblend.kb.session import ChatSession
+from ragblend.kb.session import DEFAULT_RATIO, ChatSession
 from ragblend.report import BlendReport
 
 TEXTS = {
@@ -219,6 +219,15 @@ def test_many_threads_in_one_chat(kb: KnowledgeBase) -> None:
 def test_an_id_is_a_plain_word(kb: KnowledgeBase, name: object) -> None:
     with pytest.raises(InvalidSettingError, match="id is 1 to 128"):
         kb.session(name)  # type: ignore[arg-type]
+
+
+def test_a_turn_recomputes_less_than_a_prompt_that_is_all_chunks(kb: KnowledgeBase) -> None:
+    reply = kb.session("default", max_tokens=2).chat(BRIDGE)
+    assert reply.report is not None
+    assert reply.report.ratio == DEFAULT_RATIO < kb.engine.settings.ratio
+    chosen = kb.session("chosen", max_tokens=2, ratio=0.5).chat(BRIDGE)
+    assert chosen.report is not None
+    assert chosen.report.ratio == 0.5
 
 
 def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> None:

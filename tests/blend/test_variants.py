@@ -317,6 +317,27 @@ def test_a_chunks_kv_stays_when_the_next_one_is_computed(decoder: Decoder) -> No
         assert torch.equal(layer.value, value)
 
 
+def test_what_stands_before_is_computed_once_for_chunks_that_take_turns(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the head, behind a context, and the same for the next chunk: so ingest goes through its texts."""
+    precomputer = Precomputer(decoder, HEAD)
+    for context in ((), A):
+        precomputer.chunk_kv(ONE, context)
+    rows: list[int] = []
+    run = decoder.layer
+
+    def counted(index: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.extend([hidden.shape[1]] if index == 0 else [])
+        return run(index, hidden, *rest)
+
+    monkeypatch.setattr(decoder, "layer", counted)
+    for chunk in (TWO, ONE):
+        for context in ((), A):
+            precomputer.chunk_kv(chunk, context)
+    assert rows == [len(TWO), len(TWO), len(ONE), len(ONE)]
+
+
 def test_what_does_not_fit_is_refused_and_does_no_harm(decoder: Decoder) -> None:
     precomputer = Precomputer(decoder, HEAD)
     window = decoder.context_window_tokens

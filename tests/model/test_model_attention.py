@@ -40,6 +40,7 @@ ROWS = {
     "scattered": [0, 1, 5, *range(30, 50), 77, 90, *range(120, 130), 199],
     "every third": list(range(2, 200, 3)),
     "a block and one": [*range(0, 128, 2), 199],
+    "head and question": [*range(30), *range(1900, 1920)],
 }
 
 
@@ -51,14 +52,15 @@ ROWS = {
 def test_equals_dense_attention(name: str, window: int | None, softcap: float | None, hide: bool, probe: bool) -> None:
     generator = torch.Generator().manual_seed(len(name))
     q = torch.randn(1, 6, len(ROWS[name]), 16, generator=generator)
-    k, v = (torch.randn(1, 2, 210, 16, generator=generator) for _ in range(2))
+    keys = max(200, *ROWS[name]) + 10
+    k, v = (torch.randn(1, 2, keys, 16, generator=generator) for _ in range(2))
     positions = torch.tensor(ROWS[name])
     invisible = None
     if hide:
-        invisible = torch.zeros(210, dtype=torch.bool)
+        invisible = torch.zeros(keys, dtype=torch.bool)
         invisible[[3, 40, 41, 42]] = True
         invisible[positions] = False  # a row always sees itself
-    mass = torch.zeros(210)
+    mass = torch.zeros(keys)
     first_row = len(positions) // 2
     rows = CausalRows(positions, torch.device("cpu"), invisible, AttentionProbe(first_row, mass) if probe else None)
     expected, weights = dense(q, k, v, rows, window, softcap)
@@ -79,6 +81,13 @@ def test_a_block_never_looks_past_its_last_row() -> None:
         assert block.key_stop == int(rows.positions[block.stop - 1]) + 1
         assert block.mask is not None
         assert block.mask.shape == (block.stop - block.start, block.key_stop - block.key_start)
+
+
+def test_rows_far_apart_do_not_share_a_block() -> None:
+    """A prompt's head, computed with its question, need not look at what is between them."""
+    rows = CausalRows(torch.tensor([*range(30), *range(1900, 1920)]), torch.device("cpu"))
+    blocks = list(rows.blocks(None, torch.float32))
+    assert [(b.start, b.stop, b.key_stop) for b in blocks] == [(0, 30, 30), (30, 50, 1920)]
 
 
 def test_unknown_attention_features_are_not_ignored() -> None:
