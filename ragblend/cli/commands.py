@@ -21,7 +21,7 @@ from ragblend.cli.options import (
     how_much,
     questions_of,
 )
-from ragblend.cli.reporting import FAILED, SKIPPED, following, progress_bar, reporting
+from ragblend.cli.reporting import FAILED, SKIPPED, following, interrupted, progress_bar, reporting
 from ragblend.cli.tables import levels_table
 from ragblend.errors import EmptyPromptError, InvalidSettingError
 
@@ -71,6 +71,7 @@ def ingest(
         from ragblend.kb import KnowledgeBase
 
         with (
+            interrupted("what was committed is kept, and the same command goes on from there"),
             KnowledgeBase(
                 store,
                 model=model,
@@ -153,7 +154,11 @@ def calibrate(
     ] = None,
     limit: Annotated[int, typer.Option(help="Questions at most.")] = 60,
     minutes: Annotated[
-        float, typer.Option(help="No question is begun when they are nearly over; 19 are asked in any case.")
+        float,
+        typer.Option(
+            help="No question is begun when they are nearly over. 19 are asked in any case, however long that takes: "
+            "nothing could be promised from fewer."
+        ),
     ] = 10.0,
     top_k: Annotated[int, typer.Option(help="How many chunks answers are made from.")] = 4,
     as_json: AsJson = False,
@@ -178,9 +183,15 @@ def calibrate(
 
         with KnowledgeBase(store, model=model, create=False) as kb:
             kb.as_retriever(top_k)
-            from ragblend.evaluation.calibrate import calibrate_documents
+            from ragblend.evaluation.calibrate import NEEDED, calibrate_documents
 
-            with progress_bar("calibrating") as bar:
+            with (
+                interrupted(
+                    "nothing was changed: what was calibrated before still is. --minutes makes it shorter, down to the "
+                    f"time that {NEEDED} questions take"
+                ),
+                progress_bar("calibrating") as bar,
+            ):
                 found = calibrate_documents(
                     kb, asked, limit=limit, top_k=top_k, minutes=minutes, progress=following(bar)
                 )
@@ -199,8 +210,11 @@ def stats(store: Store = DEFAULT_STORE, model: Model = None, as_json: AsJson = F
         for found in counts["calibrations"]:
             try:
                 levels = ", ".join(f"{name} {level['ratio']:.2f}" for name, level in found["levels"].items())
-                what = f"{found['made']}, policy {found['policy']}: {found['questions']} questions ({found['source']})"
-                lines.append(f"{'calibrated':<{width}}  {what}, mean ratios {levels}")
+                lines += [
+                    f"{'calibrated':<{width}}  {found['model']} ({found['dtype']}), policy {found['policy']}",
+                    f"{'':<{width}}  mean ratios: {levels}",
+                    f"{'':<{width}}  {found['questions']} questions ({found['source']}), {found['made']}",
+                ]
             except (AttributeError, KeyError, TypeError, ValueError):
                 lines.append(f"{'calibrated':<{width}}  unreadable: calibrate again")
         say(counts, "\n".join(lines))

@@ -27,7 +27,10 @@ Say = Callable[[dict[str, Any], object], None]
 
 @contextlib.contextmanager
 def reporting(as_json: bool) -> Iterator[Say]:
-    """Run a command's work; `say` gives its result, as JSON or for people. Errors become a message and an exit code."""
+    """Run a command's work; `say` gives its result, as JSON or for people. Errors become a message and an exit code.
+
+    A KeyboardInterrupt may carry what is to be said of it.
+    """
     stdout = sys.stdout
     # File names and documents hold what a terminal's encoding, or any, cannot write.
     for stream in (sys.stdout, sys.stderr):
@@ -64,9 +67,8 @@ def reporting(as_json: bool) -> Iterator[Say]:
             yield say
         except RagBlendError as error:
             raise fail(type(error).__name__, str(error), FAILED) from None
-        except KeyboardInterrupt:
-            message = "interrupted; what was committed is kept, and the same command goes on from there"
-            raise fail("KeyboardInterrupt", message, INTERRUPTED) from None
+        except KeyboardInterrupt as interrupt:
+            raise fail("KeyboardInterrupt", str(interrupt) or "interrupted", INTERRUPTED) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):  # typer knows what to do
             raise
         except Exception as error:
@@ -74,6 +76,15 @@ def reporting(as_json: bool) -> Iterator[Say]:
                 traceback.print_exc(file=sys.stderr)
             message = f"{type(error).__name__}: {error} (set RAGBLEND_DEBUG=1 for a traceback)"
             raise fail(type(error).__name__, message, FAILED) from None
+
+
+@contextlib.contextmanager
+def interrupted(message: str) -> Iterator[None]:
+    """Say this where Ctrl-C ends the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {message}") from None
 
 
 @contextlib.contextmanager

@@ -84,6 +84,7 @@ def run(
             engine,
             [prompts[question] for question in known],
             minutes=float("inf"),
+            model=model,
             progress=lambda done, of: step(len(asked) + round(done / of * len(asked))),
         )
         assert engine.samples is not None

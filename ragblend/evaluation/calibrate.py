@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from ragblend.settings import Ratio
 if TYPE_CHECKING:
     from ragblend.kb import KnowledgeBase
 
+_log = logging.getLogger(__name__)
+
 CANDIDATES: tuple[Selector, ...] = (
     FirstTokens(),
     QuestionAttention((0.125, 0.25)),
@@ -51,7 +54,9 @@ NEEDED = round(1 / RISK) - 1
 _COMPARED_AT = (0.05, 0.15)
 _COMPARED_ON = 12  # requests
 _ANSWER_TOKENS = 16
+_TRIED = NEEDED * 3 // 2  # made-up questions at least: some reuse nothing
 _SPARE = 0.9  # share of the time that is spent asking
+_MAKING = 0.25  # share of the time that making questions up takes at most, if they are enough by then
 
 
 class Reference(NamedTuple):
@@ -81,6 +86,7 @@ def calibrate(
     candidates: Sequence[Selector] = CANDIDATES,
     minutes: float = DEFAULT_MINUTES,
     source: str = "given",
+    model: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Find the selector and sample the divergence; the engine uses both from then on and keeps them with its store.
@@ -88,19 +94,22 @@ def calibrate(
     Args:
         prompts: requests like those to come, whose chunks are ingested.
         candidates: selectors that choose before the first layer.
-        minutes: no request is begun when they are nearly over, except the few that anything can be promised from.
+        minutes: no request is begun when they are nearly over, except the few that anything can be promised from. The
+            log says so where that takes longer.
         source: where the prompts come from, for the record.
+        model: its name, for the record; "": as transformers has it.
         progress: called with (steps done, steps in all).
 
     Returns:
         {"selector": {...}, "questions": n, "levels": {"strict": {"max_kl", "ratio", "ratio_ci", "kl", "kl_ci",
-        "within", "full", "fixed_ratio"}, ...}, "compared": [...], "source", "made", "seconds"}. Of each level: the
-        mean ratio that requests are given, their mean KL, the shares that keep the bound and that get a full prefill,
-        and the fixed ratio that would keep it as often.
+        "within", "full", "fixed_ratio"}, ...}, "compared": [...], "source", "model", "dtype", "policy", "made",
+        "seconds"}. Of each level: the mean ratio that requests are given, their mean KL, the shares that keep the bound
+        and that get a full prefill, and the fixed ratio that would keep it as often.
 
     Raises:
         InvalidSettingError: too few prompts, or too little time for so many; no candidates.
         IngestError: none of the prompts holds a stored chunk.
+        ContextWindowError: they are too long for the model.
     """
     if not candidates:
         raise InvalidSettingError("calibration needs at least one selector to compare")
@@ -129,21 +138,32 @@ def calibrate(
     selector = compared.best() if compared_on else candidates[0]
     seen: list[Floats] = []
     kl: list[list[float]] = []
+    too_long: ContextWindowError | None = None
+    began, said = time.perf_counter(), False
     for asked, prompt in enumerate(prompts):
-        if asked >= NEEDED and time.perf_counter() - started > seconds:
-            break
+        if (now := time.perf_counter()) - started > seconds:
+            if len(kl) >= NEEDED:
+                break
+            if asked and not said:
+                left = NEEDED - len(kl)
+                _log.warning(
+                    "the time is over, but %d of the %d questions that have to be asked in any case are left: they "
+                    "take about %.1f minutes more",
+                    *(left, NEEDED, left * (now - began) / asked / 60),
+                )
+                said = True
         try:
             reference = references.pop(asked, None) or reference_of(engine, prompt)
-        except ContextWindowError:
-            continue
-        probes = [_Probe(ratio) for ratio in MEASURED]
-        row = [divergence(engine, reference, probe, selector).kl for probe in probes]
-        if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
-            seen.append(found)
-            kl.append(row)
+            probes = [_Probe(ratio) for ratio in MEASURED]
+            row = [divergence(engine, reference, probe, selector).kl for probe in probes]
+            if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
+                seen.append(found)
+                kl.append(row)
+        except ContextWindowError as error:
+            too_long = error
         step()
     if not kl:
-        raise IngestError("none of the chunks in these prompts is stored: ingest them first")
+        raise too_long or IngestError("none of the chunks in these prompts is stored: ingest them first")
     samples = Samples.measured(selector, np.stack(seen), np.array(kl))
     if len(samples) < NEEDED:
         raise InvalidSettingError(
@@ -153,6 +173,8 @@ def calibrate(
         "selector": selector_as_dict(selector),
         "questions": len(samples),
         "source": source,
+        "model": model or engine.decoder.model.name_or_path or type(engine.decoder.model).__name__,
+        "dtype": str(engine.decoder.dtype).removeprefix("torch."),
         "policy": engine.settings.policy,
         "levels": {name: _level(samples, MaxKL(nats)) for name, nats in QUALITIES.items()},
         "compared": compared.as_list(),
@@ -197,18 +219,28 @@ def calibrate_documents(
     def doing(what: str) -> Callable[[int, int], None]:
         return lambda done, steps: None if progress is None else progress(what, done, steps)
 
-    asked = list(questions or _questions(kb, limit, doing("making questions")))[:limit]
-    left = minutes - (time.perf_counter() - started) / 60
-    source = "generated" if questions is None else "given"
+    making_s = _MAKING * 60 * minutes
+    asked = list(questions or _questions(kb, limit, making_s, doing("making questions")))[:limit]
     prompts = _prompts(kb, asked, top_k)
-    return calibrate(kb.engine, prompts, minutes=left, source=source, progress=doing("calibrating"))
+    left = minutes - (time.perf_counter() - started) / 60
+    return calibrate(
+        kb.engine,
+        prompts,
+        minutes=left,
+        source="generated" if questions is None else "given",
+        model=kb.models.name,
+        progress=doing("calibrating"),
+    )
 
 
-def _questions(kb: KnowledgeBase, limit: int, progress: Callable[[int, int], None]) -> list[str]:
-    """Questions that the model makes up, each from one chunk."""
+def _questions(kb: KnowledgeBase, limit: int, seconds: float, progress: Callable[[int, int], None]) -> list[str]:
+    """Questions that the model makes up, each from one chunk; only as many as are needed once the seconds are over."""
+    started = time.perf_counter()
     chunks = kb.index.sample(limit)
     made: dict[str, None] = {}
     for done, text in enumerate(chunks):
+        if len(made) >= _TRIED and time.perf_counter() - started > seconds:
+            break
         progress(done, len(chunks))
         prompt = f"{text}\n\nWrite one short question that is answered by this text, and nothing else."
         answer = kb.engine.answer(prompt, ratio=1.0, max_tokens=48, stop=["?", "\n\n"]).text.strip()

@@ -52,6 +52,16 @@ class Models:
     def embedder(self) -> Embedder:
         return Embedder(self.embedding_name)
 
+    @property
+    def name(self) -> str:
+        """Of the model that answers: where it was found, or the hub's or our name for it. Loads nothing."""
+        from ragblend.model.sources import DEFAULT_MODEL
+
+        if self._model is None:
+            return DEFAULT_MODEL
+        path = Path(self._model).expanduser()
+        return printable(str(path.resolve() if path.exists() else self._model))
+
     @cached_property
     def signature(self) -> str:
         """Names in the index what made the KV, without loading it: the model, and the policy if it is not the default.

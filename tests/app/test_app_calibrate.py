@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from command_line import Cli
 from ragblend import MaxKL, RagBlend
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention
 from ragblend.cli.options import questions_of
-from ragblend.errors import IngestError, InvalidSettingError, NotCalibratedError, StoreError
+from ragblend.errors import ContextWindowError, IngestError, InvalidSettingError, NotCalibratedError, StoreError
 from ragblend.evaluation import budget
 from ragblend.evaluation.calibrate import NEEDED, calibrate, calibrate_documents
 from ragblend.evaluation.cases import two_hop, write_cases
@@ -23,6 +25,7 @@ from ragblend.store.kvstore import KVStore
 
 CASES = two_hop(NEEDED + 7, chunks=3)  # a few have nothing to blend: both chunks stand where they were prefilled
 PROMPTS = ["\n\n".join([*case.chunks, case.question]) for case in CASES]
+TOO_LONG = "and so on " * 5000
 CHOICE = (FirstTokens(), QuestionAttention((0.3, 0.7)))
 
 
@@ -37,11 +40,28 @@ def calibrated(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = tmp_path_factory.mktemp("calibrated") / "kv"
     with RagBlend(*loaded, folder) as engine:
         engine.ingest([chunk for case in CASES for chunk in case.chunks])
+        prompts = [PROMPTS[0], TOO_LONG, *PROMPTS[1:]]
         steps: list[tuple[int, int]] = []
-        found = calibrate(engine, PROMPTS, candidates=CHOICE, progress=lambda done, of: steps.append((done, of)))
-        assert steps == sorted(steps)
-        assert steps[-1][0] == steps[-1][1]
+        found = calibrate(engine, prompts, candidates=CHOICE, progress=lambda done, of: steps.append((done, of)))
+        whole = 12 + len(prompts)  # on the first twelve the selectors are compared
+        assert steps == [(min(done, whole), whole) for done in range(1, whole + 2)]
     return folder, found
+
+
+@pytest.fixture
+def ctrl_c_when_the_time_is_over() -> Iterator[list[str]]:
+    """Ctrl-C as soon as the log says so; what it said."""
+    said: list[str] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            raise KeyboardInterrupt
+
+    logger, reader = logging.getLogger("ragblend.evaluation.calibrate"), Reader()
+    logger.addHandler(reader)
+    yield said
+    logger.removeHandler(reader)
 
 
 def test_what_is_found_is_kept_with_the_store(loaded: Any, calibrated: tuple[Path, dict[str, Any]]) -> None:
@@ -57,6 +77,26 @@ def test_what_is_found_is_kept_with_the_store(loaded: Any, calibrated: tuple[Pat
         assert engine.samples is not None
         assert engine.default_selector == engine.samples.selector
         assert engine.default_selector in CHOICE
+
+
+def test_each_calibration_of_a_store_names_its_model(cli: Cli, loaded: Any, tiny_model: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(str(tiny_model), dtype="float32", device="cpu")
+    model.model.embed_tokens.weight.data.mul_(1.5)
+    made = {}
+    for name, pair in {"tiny": loaded, "": (model, tokenizer)}.items():
+        with RagBlend(*pair, tmp_path / "store") as engine:
+            engine.ingest([chunk for case in CASES for chunk in case.chunks])
+            # Where the time is over, as many are asked as are needed, and those that say nothing do not count.
+            prompts = ["Who?", TOO_LONG, *PROMPTS]
+            made[name or str(tiny_model)] = calibrate(engine, prompts, candidates=CHOICE[:1], model=name, minutes=1e-9)
+    assert [found["questions"] for found in made.values()] == [NEEDED, NEEDED]
+    shown = cli("stats", "--json").json["calibrations"]
+    assert {found["model"]: found["made"] for found in shown} == {name: found["made"] for name, found in made.items()}
+    assert {found["dtype"] for found in shown} == {"float32"}
+    lines = cli("stats").out.splitlines()
+    for name in made:
+        assert any(line.split() == ["calibrated", name, "(float32),", "policy", "neighbours"] for line in lines)
+    assert max(map(len, lines)) <= max(80, len(str(tiny_model)) + 60)
 
 
 def test_ratios_are_chosen_by_it(loaded: Any, calibrated: tuple[Path, dict[str, Any]]) -> None:
@@ -123,6 +163,8 @@ def test_what_cannot_be_calibrated_says_why(loaded: Any, tmp_path: Path) -> None
             calibrate(engine, PROMPTS[:5])
         with pytest.raises(IngestError, match="ingest them first"):
             calibrate(engine, PROMPTS, candidates=CHOICE[:1])
+        with pytest.raises(ContextWindowError):
+            calibrate(engine, [TOO_LONG] * NEEDED, candidates=CHOICE[:1])
         engine.ingest(CASES[0].chunks)
         with pytest.raises(InvalidSettingError, match="on the way"):
             calibrate(engine, [PROMPTS[0]] * NEEDED, candidates=[HKVD()])
@@ -130,7 +172,9 @@ def test_what_cannot_be_calibrated_says_why(loaded: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("embedding_model")
-def test_the_command_line_calibrates_documents(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_line_calibrates_documents(
+    cli: Cli, tiny_model: Path, tmp_path: Path, ctrl_c_when_the_time_is_over: list[str]
+) -> None:
     refused = cli("calibrate", "--json")
     assert refused.code == 1
     assert "no store" in refused.json["error"]["message"]
@@ -158,6 +202,15 @@ def test_the_command_line_calibrates_documents(cli: Cli, tmp_path: Path) -> None
     shown = cli("stats", "--json").json["calibrations"]
     assert [each["questions"] for each in shown] == [found["questions"]]
     assert "samples" not in shown[0]
+    assert shown[0]["model"] == found["model"] == str(tiny_model)
+    stopped = cli("calibrate", "--questions", asked, "--top-k", "2", "--minutes", "0.0001", "--json")
+    assert stopped.code == 130
+    assert stopped.json["error"]["type"] == "KeyboardInterrupt"
+    assert "nothing was changed" in stopped.json["error"]["message"]
+    assert "--minutes" in stopped.json["error"]["message"]
+    (over,) = ctrl_c_when_the_time_is_over
+    assert f"{NEEDED - 1} of the {NEEDED} questions that have to be asked in any case are left" in over
+    assert cli("stats", "--json").json["calibrations"] == shown
     assert "balanced" in cli("stats").out
 
 
