@@ -20,6 +20,7 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool
+from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ragblend import RagBlendLLM
 from test_llama_coverage import Dictation, WordEmbedding
 from tiny_tokenizers import CHATML_TOOLS, chatml, with_template, with_tools
@@ -355,12 +356,57 @@ def test_function_calling_reaches_a_pydantic_object(llm: RagBlendLLM, engine: Re
 
     prompt = PromptTemplate("Describe: {text}")
     said = '{"name": "lighthouse", "metres": 38}}\n</tool_call>'
-    begun = '<tool_call>\n{"name": "Building", "arguments": '
-    dictate(engine, said, said, begun + said)  # core's streaming does not require the call
+    dictate(engine, said, said, said, said)  # what a required call begins with is not the model's to say
     assert llm.structured_predict(Building, prompt, text="x") == Building(name="lighthouse", metres=38)
     assert asyncio.run(llm.astructured_predict(Building, prompt, text="x")) == Building(name="lighthouse", metres=38)
     *_, last = llm.stream_structured_predict(Building, prompt, text="x")
-    assert last.model_dump() == {"name": "lighthouse", "metres": 38}
+    assert last == Building(name="lighthouse", metres=38)
+
+    async def streamed() -> list[Any]:
+        return [piece async for piece in await llm.astream_structured_predict(Building, prompt, text="x")]
+
+    assert asyncio.run(streamed())[-1] == Building(name="lighthouse", metres=38)
+    # Where core makes a program that calls no functions, nothing is required of it.
+    plain = RagBlendLLM.from_engine(engine, max_tokens=200, pydantic_program_mode=PydanticProgramMode.LLM)
+    dictate(engine, '{"name": "mill", "metres": 9}')
+    *_, last = plain.stream_structured_predict(Building, prompt, text="x")
+    assert last == Building(name="mill", metres=9)
+    assert not engine.prompts.decode(engine.prompts_ids[-1]).endswith('"arguments": ')
+
+
+def test_a_call_of_a_tool_that_there_is_not_is_explained(
+    llm: RagBlendLLM, engine: Recorder, dictate: Dictate, tool: FunctionTool, asked: list[str]
+) -> None:
+    made_up = CALL.replace("height", "depth")
+    dictate(engine, made_up, made_up, f"{CALL}\n{made_up}")
+    with pytest.raises(ValueError, match=r"'depth', and there is only height.*tool_choice"):
+        llm.predict_and_call([tool], user_msg="How deep is it?")
+    with pytest.raises(ValueError, match="'depth'"):
+        asyncio.run(llm.apredict_and_call([tool], user_msg="How deep is it?"))
+    with pytest.raises(ValueError, match="'depth'"):
+        llm.predict_and_call([tool], user_msg="How deep is it?", allow_parallel_tool_calls=True)
+    assert asked == ["lighthouse"]
+
+    def fails(name: str) -> str:
+        raise KeyError(name)
+
+    dictate(engine, CALL)  # what goes wrong in a tool is its result, as core has it
+    broken = llm.predict_and_call([FunctionTool.from_defaults(fails, name="height")], user_msg="How high?")
+    assert "lighthouse" in broken.response
+    assert broken.sources[0].is_error
+
+
+def test_an_agent_is_told_of_a_tool_that_there_is_not(
+    llm: RagBlendLLM, engine: Recorder, dictate: Dictate, tool: FunctionTool, asked: list[str]
+) -> None:
+    dictate(engine, CALL.replace("height", "depth"), CALL, "It is 38 metres high.")
+
+    async def run() -> str:
+        return str(await FunctionAgent(tools=[tool], llm=llm).run(user_msg="How high is it?"))
+
+    assert asyncio.run(run()) == "It is 38 metres high."
+    assert asked == ["lighthouse"]
+    assert "Tool depth not found" in engine.prompts.decode(engine.prompts_ids[1])
 
 
 def test_history_with_calls_of_another_llm_is_rendered(llm: RagBlendLLM, engine: Recorder, tool: FunctionTool) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,15 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.tools.types import BaseTool
-from llama_index.core.types import TokenAsyncGen, TokenGen
+from llama_index.core.types import BasePydanticProgram, PydanticProgramMode, TokenAsyncGen, TokenGen
 from llama_index.llms.ragblend import huggingface, tools
 from llama_index.llms.ragblend.conversation import conversation, flattened, joined_contexts
 from llama_index.llms.ragblend.counting import count_with
@@ -587,6 +589,38 @@ class RagBlendLLM(FunctionCallingLLM):
             raise ValueError(f"the model called no tool, and said: {response.message.content or ''!r:.200}")
         return [ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments)) for call in calls]
 
+    def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        """As core's.
+
+        Raises:
+            ValueError: the model called no tool, or one that there is not.
+        """
+        with _known_tools(tools):
+            return super().predict_and_call(tools, *args, **kwargs)
+
+    async def apredict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        with _known_tools(tools):
+            return await super().apredict_and_call(tools, *args, **kwargs)
+
+    def _structured_stream_call(
+        self, output_cls: type[Any], prompt: Any, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> Generator[Any, None, None]:
+        return self._streaming_program(output_cls, prompt).stream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    async def _structured_astream_call(
+        self, output_cls: type[Any], prompt: Any, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> AsyncGenerator[Any, None]:
+        return await self._streaming_program(output_cls, prompt).astream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    def _streaming_program(self, output_cls: type[Any], prompt: Any) -> BasePydanticProgram[Any]:
+        """Core's program for structured output. Its streams, unlike its calls, do not say that the tool is required."""
+        mode = self.pydantic_program_mode
+        functions = mode == PydanticProgramMode.FUNCTION or (
+            mode == PydanticProgramMode.DEFAULT and self.metadata.is_function_calling_model
+        )
+        required = {"tool_choice": "required"} if functions else {}
+        return get_program_for_llm(output_cls, prompt, self, pydantic_program_mode=mode, **required)
+
     # -- prompt templates -------------------------------------------------------------------------------------------
 
     def messages_for(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
@@ -619,6 +653,23 @@ class RagBlendLLM(FunctionCallingLLM):
         fields = {name: getattr(self, name) for name in type(self).model_fields if name not in _STAY_BEHIND}
         del fields["model_name"]
         return partial(type(self), lazy=True, **self._opening.settings(), **fields), ()
+
+
+@contextlib.contextmanager
+def _known_tools(offered: Sequence[BaseTool]) -> Iterator[None]:
+    """Core looks tools up by the name that the model called, which the model may have made up."""
+    try:
+        yield
+    except KeyError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if trace is None or trace.tb_frame.f_globals.get("__name__") != "llama_index.core.tools.calling":
+            raise
+        names = ", ".join(tool.metadata.get_name() for tool in offered)
+        raise ValueError(
+            f"the model called a tool {error}, and there is only {names}: ask again, or require one with tool_choice="
+        ) from error
 
 
 def _stops(stop: object) -> Any:
