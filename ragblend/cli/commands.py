@@ -33,7 +33,15 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
     store: Store = DEFAULT_STORE,
     model: Model = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk at most.")] = 300,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of a chunk at most; another number than before splits the documents anew. Default: as before, "
+            "300 at first.",
+            show_default=False,
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(

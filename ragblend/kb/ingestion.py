@@ -9,6 +9,7 @@ left it. KV that stands behind a text that has gone from the corpus is deleted, 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
     from ragblend.chunks import IngestReport
 
+_log = logging.getLogger(__name__)
+
+KNOWLEDGE = "knowledge"
+"""The store's document that says how its documents are split and prefilled."""
+
 Progress = Callable[[str, float, int], None]
 """Called with (document at work, documents done with its fraction, documents in all)."""
 
@@ -56,6 +62,13 @@ def file_document(path: Path) -> Document:
 def text_document(name: str, text: str) -> Document:
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
     return Document(printable(name), lambda: digest, lambda: [Part(text, {})])
+
+
+def remember(store: KVStore, **settings: str | int) -> None:
+    """Have the next ingests that say nothing else go by these settings."""
+    known = store.document(KNOWLEDGE)
+    if (now := {**known, **settings}) != known:
+        store.save_document(KNOWLEDGE, now)
 
 
 class Ingestion:
@@ -154,16 +167,21 @@ class Ingestion:
 
     def _split(self, document: Document) -> list[Part]:
         parts = [part._replace(text=readable(part.text)) for part in document.read()]
+        return self._splitter.split(parts, Path(document.name).suffix)
+
+    @cached_property
+    def _splitter(self) -> Splitter:
+        """Remembers in the store how long chunks are, once it is known that the model takes so many tokens."""
         window, before = self._models.engine.decoder.context_window_tokens, len(self._models.engine.preamble_ids)
         if self._chunk_tokens > window - before:
             raise InvalidSettingError(
                 f"chunk_tokens is {self._chunk_tokens}, but a chunk of this model can have {window - before} at most: "
                 f"its context window holds {window} tokens, and {before} stand before every chunk; choose less"
             )
-        return self._splitter.split(parts, Path(document.name).suffix)
-
-    @cached_property
-    def _splitter(self) -> Splitter:
+        now = self._chunk_tokens
+        if (before := self._store.document(KNOWLEDGE).get("chunk_tokens", now)) != now:
+            _log.warning("chunks have %d tokens at most now, not %s: documents are split anew", now, before)
+        remember(self._store, chunk_tokens=now)
         encode = self._models.engine.prompts.encode_text
         return Splitter(lambda text: list(encode(text)), self._chunk_tokens)
 

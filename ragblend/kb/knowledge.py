@@ -25,7 +25,7 @@ from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.kb.files import Skipped, find_files, readable
 from ragblend.kb.index import DocumentIndex
-from ragblend.kb.ingestion import Document, Ingestion, Progress, file_document, text_document
+from ragblend.kb.ingestion import KNOWLEDGE, Document, Ingestion, Progress, file_document, remember, text_document
 from ragblend.kb.models import DEFAULT_POLICY, Models
 from ragblend.kb.reports import IngestSummary, KnowledgeBaseStats, Reply, Verification
 from ragblend.quality import CALIBRATION
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ragblend.kb.session import ChatSession
 
 DEFAULT_CHUNK_TOKENS = 300
-_DOCUMENT = "knowledge"  # the store's document
+_LEAST_CHUNK_TOKENS = 16
 DEFAULT_TOP_K = 4
 
 ChatMode = Literal["condense_plus_context", "context"]
@@ -62,7 +62,7 @@ class KnowledgeBase:
         *,
         model: str | Path | None = None,
         embedding_model: str | None = None,
-        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         policy: Policy | None = None,
         size_limit_bytes: int | None = None,
         dtype: str = "auto",
@@ -75,7 +75,8 @@ class KnowledgeBase:
             model: who answers: a folder, a GGUF file or a hub id; None: the engine's default.
             embedding_model: who makes the vectors; None: what the index was made with, and for a new one
                 all-MiniLM-L6-v2.
-            chunk_tokens: tokens of a chunk at most, counted as the model counts them.
+            chunk_tokens: tokens of a chunk at most, counted as the model counts them; None: as before, 300 at first. An
+                ingest with another number splits its documents anew.
             policy: what chunks are prefilled behind, see blend.variants; None: as before, "neighbours" at first. Each
                 has KV of its own: an ingest with another one makes it.
             size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
@@ -87,8 +88,10 @@ class KnowledgeBase:
         """
         if policy is not None and policy not in POLICIES:
             raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
-        if chunk_tokens < 16:
-            raise InvalidSettingError(f"chunk_tokens must be 16 or more, not {chunk_tokens}: less says nothing")
+        if chunk_tokens is not None and chunk_tokens < _LEAST_CHUNK_TOKENS:
+            raise InvalidSettingError(
+                f"chunk_tokens must be {_LEAST_CHUNK_TOKENS} or more, not {chunk_tokens}: less says nothing"
+            )
         self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
         try:
             # Beside the KV, and only now: the KV store refuses to be made in a folder that is not empty.
@@ -104,9 +107,11 @@ class KnowledgeBase:
         except BaseException:
             self.store.close()
             raise
-        self.chunk_tokens = chunk_tokens
-        before: Any = self.store.document(_DOCUMENT).get("policy")
-        self.policy: Policy = policy or (before if before in POLICIES else DEFAULT_POLICY)
+        before = self.store.document(KNOWLEDGE)
+        self.policy: Policy = policy or (before["policy"] if before.get("policy") in POLICIES else DEFAULT_POLICY)
+        kept: Any = before.get("chunk_tokens")
+        usable = type(kept) is int and kept >= _LEAST_CHUNK_TOKENS
+        self.chunk_tokens: int = chunk_tokens or (kept if usable else DEFAULT_CHUNK_TOKENS)
         self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
         self._opening_sessions = threading.Lock()
         self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL, self.policy, dtype)
@@ -149,9 +154,7 @@ class KnowledgeBase:
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
-        known = self.store.document(_DOCUMENT)
-        if known.get("policy") != self.policy:
-            self.store.save_document(_DOCUMENT, {**known, "policy": self.policy})
+        remember(self.store, policy=self.policy)
         return Ingestion(self.index, self.store, self.models, self.chunk_tokens).run(
             documents, skipped, vanished, progress
         )
@@ -323,6 +326,7 @@ class KnowledgeBase:
             indexed_chunks=self.index.count_chunks(),
             embedding_model=self.index.embedding_model,
             policy=self.policy,
+            chunk_tokens=self.chunk_tokens,
             calibrations=[
                 {name: value for name, value in found.items() if name != "samples"}
                 for found in self.store.documents(CALIBRATION).values()

@@ -69,7 +69,8 @@ class KnowledgeBaseStats:
         size_limit_bytes: KV bytes that are kept at most, least recently used out first.
         hits, misses, evictions, records: as in the store's StoreStats.
         embedding_model: what the index was made with; None while it is empty.
-        policy: what chunks are prefilled behind.
+        policy, chunk_tokens: what chunks are prefilled behind, and how long they are at most; as an ingest that says
+            nothing else would have it.
         calibrations: what `ragblend calibrate` found, for each model and policy; see evaluation.calibrate.
     """
 
@@ -85,6 +86,7 @@ class KnowledgeBaseStats:
     records: int
     embedding_model: str | None
     policy: str
+    chunk_tokens: int
     calibrations: list[dict[str, Any]]
 
 

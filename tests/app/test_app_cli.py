@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 
+from ragblend.kb import KnowledgeBase
+
 needs_embedding = pytest.mark.usefixtures("embedding_model")
 VARIANTS = 2
 """Each chunk's KV is stored behind the prompt's head alone, and behind its neighbour."""
@@ -85,6 +87,39 @@ def test_only_what_changed_is_worked_on(cli: Cli, documents: Path) -> None:
     texts = [s["text"] for s in cli("query", "How far?", "--top-k", "9", "--max-tokens", "1", "--json").json["sources"]]
     assert len(texts) == 4
     assert not any("moon" in text for text in texts)
+
+
+@needs_embedding
+def test_the_length_of_chunks_is_remembered(
+    cli: Cli, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("\n\n".join(f"Paragraph {n} tells what {n} is good for." for n in range(20)))
+    assert cli("ingest", file, "--chunk-tokens", "5000", "--json").json["error"]["type"] == "InvalidSettingError"
+    assert cli("stats", "--json").json["chunk_tokens"] == 300, "what the model cannot take is not remembered"
+    short = cli("ingest", file, "--chunk-tokens", "64", "--json").json["chunks"]
+    assert short > 5
+    again = cli("ingest", file, "--json").json
+    assert (again["documents"], again["unchanged"], again["computed"]) == (0, 1, 0)
+    file.write_text(file.read_text() + "\n\nAnd one more.")
+    assert cli("ingest", file, "--json").json["chunks"] >= short
+    assert "chunk_tokens      64" in cli("stats").out
+    assert not caplog.messages
+    with KnowledgeBase(tmp_path / "store", model=tiny_model) as kb:
+        assert kb.chunk_tokens == 64
+        kb.ingest_texts({"text": file.read_text()})
+        texts = [chunk.text for chunk in kb.index.chunks_of("text", kb.models.signature)]
+        assert texts == [chunk.text for chunk in kb.index.chunks_of(str(file), kb.models.signature)]
+
+    longer = cli("ingest", file, "--chunk-tokens", "200", "--json").json
+    assert longer["documents"] == 1
+    assert longer["chunks"] < short
+    assert caplog.messages == ["chunks have 200 tokens at most now, not 64: documents are split anew"]
+    assert cli("ingest", file, "--json").json["unchanged"] == 1
+    settings = tmp_path / "store" / "knowledge.json"
+    for damage in ('{"chunk_tokens": 3}', '{"chunk_tokens": "64"}', "[", '{"chunk_tokens": true}'):
+        settings.write_text(damage)
+        assert cli("stats", "--json").json["chunk_tokens"] == 300
 
 
 @needs_embedding
