@@ -6,6 +6,7 @@ answer   prompt -> spans -> {known prefix, hit, miss} -> blend -> decode -> text
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -40,6 +41,7 @@ from ragblend.errors import (
     CorruptPayloadError,
     InvalidSettingError,
     NotCalibratedError,
+    StoreError,
 )
 from ragblend.idle import IdleWorker
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -404,7 +406,7 @@ class RagBlend:
             exact_tokens = exact
         elif reused:
             exact_tokens = int(plan.reused.nonzero()[0])
-        wanted = {"miss", "corrupt"} if self.settings.learn else set()
+        wanted = {"miss", "corrupt"} if self.learns else set()
         misses = tuple(
             _Miss(tuple(layout.ids_of(span).tolist()), span.text or "")
             for use, span in zip(report.chunks, layout.chunks, strict=True)
@@ -459,7 +461,7 @@ class RagBlend:
             except CorruptPayloadError as error:
                 _log.warning("%s", error)
                 corrupt.add(error.key)
-                self.store.delete(error.key)
+                self._forget(error.key)
                 continue
             finally:
                 for reader in readers:
@@ -547,7 +549,7 @@ class RagBlend:
                 if reader is not None and not self._fits(reader, span):
                     reader.close()
                     corrupt.add(key)
-                    self.store.delete(key)
+                    self._forget(key)
                 if key in corrupt:
                     status = "corrupt"
                 elif reader is not None:
@@ -555,6 +557,11 @@ class RagBlend:
                     status = "cut" if span.whole else "hit"
             uses.append(ChunkUse(key, span.start, span.stop, status, choice.variant))
         return tuple(uses), readers
+
+    def _forget(self, key: str) -> None:
+        # On a locked, full or read-only disk it stays, and stays corrupt.
+        with contextlib.suppress(StoreError):
+            self.store.delete(key)
 
     def _fits(self, reader: PayloadReader, span: Span) -> bool:
         return (
@@ -611,6 +618,11 @@ class RagBlend:
             job = partial(self._audit, ready, tuple(token_ids), sampled)
             if not self._idle.submit("an answer was not audited", job):
                 self._guard.done()
+
+    @property
+    def learns(self) -> bool:
+        """Whether chunks that were missed are stored: the settings say so, and the store can be written."""
+        return self.settings.learn and not self.store.read_only
 
     # -- prefetching --------------------------------------------------------------------------------------------
 

@@ -110,11 +110,13 @@ def calibrate(
         InvalidSettingError: too few prompts, or too little time for so many; no candidates.
         IngestError: none of the prompts holds a stored chunk.
         ContextWindowError: they are too long for the model.
+        StoreError: what is found could not be kept.
     """
     if not candidates:
         raise InvalidSettingError("calibration needs at least one selector to compare")
     if len(prompts) < NEEDED:
         raise _too_few(len(prompts))
+    engine.store.check_writable()
     started = time.perf_counter()
     seconds = _SPARE * 60 * minutes
     compared_on = min(_COMPARED_ON, len(prompts)) if len(candidates) > 1 else 0
@@ -214,6 +216,7 @@ def calibrate_documents(
     started = time.perf_counter()
     if (count := limit if questions is None else min(limit, len(questions))) < NEEDED:
         raise _too_few(count)
+    kb.store.check_writable()
     kb.as_retriever(top_k)  # says so at once if there is nothing to retrieve
 
     def doing(what: str) -> Callable[[int, int], None]:

@@ -130,6 +130,7 @@ class KnowledgeBase:
             IngestError: a path does not exist, or there is no file at all.
             ModelError, MissingDependencyError: a model is needed and not to be had.
             StoreFullError: the disk is full; what was committed before stays.
+            StoreError: the store cannot be written.
         """
         files, skipped = find_files(paths, exclude=self.store.directory, may_be_empty=prune)
         documents = [file_document(path) for path in files]
@@ -151,6 +152,7 @@ class KnowledgeBase:
         vanished: Sequence[str],
         progress: Progress | None,
     ) -> IngestSummary:
+        self.store.check_writable()
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
@@ -294,8 +296,9 @@ class KnowledgeBase:
         Raises:
             InvalidSettingError: a name that is none; a setting out of range.
             IngestError: there are no documents.
-            StoreError: what was said before cannot be read.
+            StoreError: what was said before cannot be read, or what is said cannot be written.
         """
+        self.store.check_writable()
         with self._opening_sessions:
             conversation = self._conversations.get(name) if isinstance(name, str) else None
             if conversation is None:

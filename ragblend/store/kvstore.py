@@ -297,14 +297,57 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
             )
 
 
+class _ReadOnlyCache(_Cache):
+    """The same where nothing can be written, as on a disk that is mounted read-only."""
+
+    def __init__(self, directory: Path) -> None:
+        # What diskcache's own sets, without the tables that it makes and the settings that it writes.
+        self._directory, self._timeout, self._txn_id = str(directory), _BUSY_TIMEOUT_S, None
+        self._local = threading.local()
+        self._disk = _Disk(str(directory))
+        self._con.execute("SELECT 1 FROM Cache LIMIT 1")
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        # A connection belongs to a thread, and stays behind in a forked process, as diskcache has it.
+        if getattr(self._local, "pid", None) != os.getpid():
+            self._local.pid, self._local.con = os.getpid(), self._connected()
+        con: sqlite3.Connection = self._local.con
+        return con
+
+    def _connected(self) -> sqlite3.Connection:
+        path = Path(self._directory, diskcache.core.DBNAME)
+
+        def connect(how: str) -> sqlite3.Connection:
+            uri = f"{path.as_uri()}?{how}"
+            return sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+
+        con = connect("mode=ro")
+        try:
+            con.execute("SELECT 1 FROM sqlite_master")
+        except sqlite3.OperationalError:
+            con.close()
+            log = path.with_name(f"{path.name}-wal")
+            if log.exists() and log.stat().st_size:
+                raise  # what is in the log counts
+            # SQLite cannot make the files that it shares with writers; there are no writers.
+            con = connect("immutable=1")
+        return con
+
+    def close(self) -> None:
+        super().close()
+        self._local.pid = None
+
+
 class KVStore:
     """Chunks' KV on disk, by key, within a size limit, least recently used out first.
 
     Any number of threads and processes may use one folder at once. Readers wait for nobody: where the index is locked
-    or the disk full, they read without updating the LRU order.
+    or the disk full, they read without updating the LRU order. A folder that cannot be written can be read.
 
     Attributes:
         directory, size_limit_bytes: what they say.
+        read_only: whether the folder cannot be written; whatever would is then refused by a StoreError.
         epoch: random name of this store, from its making to its deletion; for callers that remember having filled it.
     """
 
@@ -321,7 +364,7 @@ class KVStore:
             InvalidSettingError: the size limit is not positive.
             StoreFormatError: the folder holds something else, or a store of another format version.
             StoreFullError: no space for the index.
-            StoreError: the folder is missing and create is False, or it cannot be written.
+            StoreError: the folder is missing and create is False, or it cannot be made or read.
         """
         if size_limit_bytes is not None and size_limit_bytes <= 0:
             raise InvalidSettingError(f"size_limit_bytes must be positive, not {size_limit_bytes}")
@@ -331,9 +374,18 @@ class KVStore:
             raise StoreError(f"the store's path {self.directory} looks like a shell variable: choose another name")
         self._closed = False
         self._kv_directory = self.directory / "kv"
+        self._kv: _Cache
+        self._texts: _Cache
+        # Asked of the system, not tried: who may write anyway, as root may, finds nothing in the way.
+        self.read_only = (self.directory / _MARKER).exists() and not os.access(self.directory, os.W_OK)
         with self._typed_errors("open"):
             known = _claim(self.directory, create)
             limit = size_limit_bytes or known.size_limit_bytes or _default_limit_bytes(self.directory)
+            if self.read_only:
+                self.epoch, self.size_limit_bytes = known.epoch, limit
+                self._kv = _ReadOnlyCache(self._kv_directory)
+                self._texts = _ReadOnlyCache(self.directory / "texts")
+                return
             if limit != known.size_limit_bytes or not known.epoch:
                 _write_marker(self.directory, limit, known.epoch or os.urandom(16).hex())
                 known = _claim(self.directory, create)  # another process may have been making this very store
@@ -379,6 +431,7 @@ class KVStore:
         if len(note) > _MAX_NOTE_BYTES:
             raise InvalidSettingError(f"a note has at most {_MAX_NOTE_BYTES} bytes, not {len(note)}")
         with self._typed_errors("write to"):
+            self.check_writable()
             if not overwrite and (size := self._stored_bytes(key)) is not None:
                 return size
             data = payload.encode(key, layers)
@@ -499,8 +552,10 @@ class KVStore:
         Raises:
             StoreError: the store is closed, cannot be written, or stayed locked for a minute.
         """
-        with self._typed_errors("write to"), self._kv.writing():
-            return bool(self._kv.delete(key))
+        with self._typed_errors("write to"):
+            self.check_writable()
+            with self._kv.writing():
+                return bool(self._kv.delete(key))
 
     def keys(self) -> list[str]:
         """Keys of all stored chunks, sorted.
@@ -548,6 +603,8 @@ class KVStore:
         bad: list[tuple[str, str]] = []
         deleted = 0
         with self._typed_errors("verify"):
+            if delete_bad:
+                self.check_writable()
             problems = [f"{table}: {text}" for table in ("kv", "texts") for text in self._index_problems(table)]
             rows = self._kv.rows("SELECT rowid, key, raw, size, mode, filename, value FROM Cache ORDER BY rowid")
             for done, (rowid, key, raw, size, mode, filename, value) in enumerate(rows, 1):
@@ -593,6 +650,7 @@ class KVStore:
             if type(record) is not bytes or not 1 <= len(record) <= _MAX_RECORD_BYTES:
                 raise InvalidSettingError(f"a record is 1..{_MAX_RECORD_BYTES} bytes, not {record!r:.80}")
         with self._typed_errors("write to"):
+            self.check_writable()
             if not batch:
                 return 0
             with self._texts.writing() as sql:
@@ -637,6 +695,14 @@ class KVStore:
 
     # ---- life
 
+    def check_writable(self) -> None:
+        """Raises StoreError where this store can only be read."""
+        if self.read_only:
+            raise StoreError(
+                f"the store in {self.directory} is read-only, and this would write to it: give yourself the right to, "
+                "mount it writable, or copy it to where you may write"
+            )
+
     def document(self, name: str) -> dict[str, Any]:
         """What save_document kept under this name; empty if nothing, or if it cannot be read."""
         path = self._document_path(name)
@@ -656,6 +722,7 @@ class KVStore:
             StoreError: it cannot be written.
         """
         with self._typed_errors("write"):
+            self.check_writable()
             _replace(self._document_path(name), json.dumps(content) + "\n")
 
     def documents(self, prefix: str) -> dict[str, dict[str, Any]]:
@@ -738,14 +805,19 @@ class KVStore:
     def _files(self, keys: Sequence[str]) -> dict[str, BinaryIO | _UnusableError | None]:
         """Per key the open payload file, None where nothing is stored, or why what is stored cannot be used."""
         found: dict[str, BinaryIO | _UnusableError | None] = {}
+        touched = False
         try:
-            try:
-                with self._kv.writing(give_up_s=0.0):
-                    for key in keys:
-                        found[key] = self._file(key, touch=True)
-            except (sqlite3.Error, diskcache.Timeout) as error:
-                # Locked, full or read-only: what is stored can be read all the same.
-                _log.warning("reading %s without updating its LRU order: %s", self.directory, error or "it is locked")
+            if not self.read_only:
+                try:
+                    with self._kv.writing(give_up_s=0.0):
+                        for key in keys:
+                            found[key] = self._file(key, touch=True)
+                    touched = True
+                except (sqlite3.Error, diskcache.Timeout) as error:
+                    # Locked, full or read-only since: what is stored can be read all the same.
+                    why = error or "it is locked"
+                    _log.warning("reading %s without updating its LRU order: %s", self.directory, why)
+            if not touched:
                 for key in keys:
                     if found.get(key) is None:
                         found[key] = self._file(key, touch=False)
@@ -798,7 +870,7 @@ class KVStore:
             yield False
             return
         deadline = time.monotonic() + patience_s
-        with open(self.directory / _LOCK, "ab") as lock:
+        with open(self.directory / _LOCK, "rb" if self.read_only else "ab") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

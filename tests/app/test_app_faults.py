@@ -96,6 +96,75 @@ def test_a_stopped_ingest_goes_on(
     assert cli("stats", "--json").json["documents"] == DOCUMENTS
 
 
+def test_a_store_that_cannot_be_written_answers_all_the_same(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    """On a mount that is read-only for everybody."""
+    store, document = tmp_path / "store", tmp_path / "bridge.txt"
+    document.write_text("The Old Harbour Bridge was designed by Mira Solheim in 1931.")
+    assert cli("ingest", document).code == 0
+    private = ["unshare", "-Urm", "sh", "-c"]
+    mount = f'mount --bind "{store}" "{store}" && mount -o remount,ro,bind "{store}"'
+    if not shutil.which("unshare") or subprocess.run([*private, mount], capture_output=True).returncode:
+        pytest.skip("needs a mount of its own")
+    # One process, since models take longer to import than to run.
+    code = """
+import json, subprocess, sys
+from pathlib import Path
+from typer.testing import CliRunner
+from ragblend.cli import app
+
+document = sys.argv[1]
+asked = ["query", "Who?", "--max-tokens", "2", "--json"]
+
+def run(*args):
+    done = CliRunner().invoke(app, args)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    print(json.dumps([done.exit_code, json.loads(done.stdout), done.stderr]))
+
+run(*asked)
+run(*asked)
+run("stats", "--json")
+run("verify", "--json")
+subprocess.run(["mount", "-o", "remount,rw,bind", "store"], check=True)
+for payload in Path("store/kv").glob("*.safetensors"):
+    payload.write_bytes(payload.read_bytes()[:-3] + b"...")
+subprocess.run(["mount", "-o", "remount,ro,bind", "store"], check=True)
+run(*asked)
+run("verify", "--json")
+run("verify", "--repair", "--json")
+run("ingest", document, "--json")
+run("calibrate", "--json")
+from ragblend import KnowledgeBase
+from ragblend.errors import StoreError
+with KnowledgeBase("store") as kb:
+    try:
+        kb.session("someone")
+    except StoreError as error:
+        print(json.dumps(str(error)))
+"""
+    python = shlex.join([*RUN[:-1], code, str(document)])
+    done = subprocess.run(
+        [*private, f"{mount}\n{python}"],
+        env={**os.environ, "RAGBLEND_STORE": str(store), "RAGBLEND_MODEL": str(tiny_model)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    query, again, stats, verify, damaged, found, *refused, session = map(json.loads, done.stdout.splitlines())
+    for code, reply, err in (query, again):
+        assert (code, err) == (0, "")
+        assert (reply["report"]["hits"], reply["report"]["misses"]) == (1, 0)
+    assert (stats[0], stats[1]["documents"]) == (0, 1)
+    assert (verify[0], verify[1]["ok"]) == (0, True)
+    assert [use["status"] for use in damaged[1]["report"]["chunks"]] == ["corrupt"]
+    assert (found[0], len(found[1]["bad"])) == (1, stats[1]["chunks"])
+    for code, reply, _ in refused:
+        assert (code, reply["error"]["type"]) == (1, "StoreError")
+        assert "read-only" in reply["error"]["message"]
+    assert "read-only" in session
+    assert cli("verify", "--repair", "--json").json["deleted"] == stats[1]["chunks"]
+
+
 def test_a_full_disk_is_explained_and_the_store_stays_valid(
     many_documents: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

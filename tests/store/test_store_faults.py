@@ -202,7 +202,7 @@ with KVStore(directory + "/store", size_limit_bytes=1 << 30) as store:
     assert finish(child(code, tmp_path, prefix=mount)) == "full\nfull\n"
 
 
-def test_read_only_folders_are_typed_errors():
+def test_read_only_folders_can_be_read_and_are_not_written():
     """Run as an ordinary user, whom permissions bind."""
     code = """
 from pathlib import Path
@@ -212,6 +212,7 @@ if os.getuid() == 0:
 base = Path(directory)
 with KVStore(base / "store") as store:
     store.put("a", chunk(1))
+    store.remember([b"text"])
     for path in [*(base / "store").rglob("*")][::-1] + [base / "store", base]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     try:
@@ -219,11 +220,31 @@ with KVStore(base / "store") as store:
     except StoreError as error:
         print(error)
     assert right(store.open("a"), 1)
-for name in ("store", "other"):
-    try:
-        KVStore(base / name)
-    except StoreError as error:
-        print(error)
+with KVStore(base / "store") as store:
+    assert store.read_only
+    assert [status for _, status in store.open_many(["a", "b"])] == ["hit", "miss"]
+    assert right(store.open("a"), 1) and store.keys() == ["a"] and store.verify().ok and store.stats().chunks == 1
+    assert store.remembered() == [b"text"]
+    for write in (
+        lambda: store.put("a", chunk(1)),
+        lambda: store.delete("a"),
+        lambda: store.remember([b"x"]),
+        lambda: store.save_document("x", {}),
+        lambda: store.verify(delete_bad=True),
+    ):
+        try:
+            write()
+        except StoreError as error:
+            print(error)
+    payload, = (base / "store" / "kv").glob("*.safetensors")
+    payload.chmod(0o600)
+    payload.write_bytes(b"damaged")
+    assert store.open_many(["a"])[0].status == "corrupt"
+    assert store.keys() == ["a"]
+try:
+    KVStore(base / "other")
+except StoreError as error:
+    print(error)
 for path in [base, base / "store", *(base / "store").rglob("*")]:
     path.chmod(0o777)
 """
@@ -234,8 +255,9 @@ for path in [base, base / "store", *(base / "store").rglob("*")]:
         lines = finish(child(code, base)).splitlines()
     finally:
         shutil.rmtree(base)
-    assert len(lines) == 3
-    assert all("that you may write to it" in line for line in lines)
+    assert len(lines) == 7
+    assert all("that you may write to it" in lines[n] for n in (0, -1))
+    assert all("read-only" in line for line in lines[1:-1])
 
 
 def test_an_index_that_became_read_only(store, make_chunk):

@@ -330,7 +330,7 @@ class RagBlendLLM(FunctionCallingLLM):
             StoreError: the store cannot be written.
         """
         engine = self._engine
-        if engine is None or not engine.settings.learn:
+        if engine is None or not engine.learns:
             return 0
         stripped = [text.strip() for text in texts]
         unknown = [text for text in stripped if is_indexable(text) and not engine.stored_variants(text)]
