@@ -29,8 +29,10 @@ _HTML_BLOCKS = [
     *("article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "header", "hr", "li"),
     *("main", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "tr", "ul"),
 ]
-# Stands before a heading of HTML, with its level, until the text is final and offsets can be told. No character.
+# Stands before a heading of HTML, with its level, until the text is final and offsets can be told. No character: HTML
+# that holds one nevertheless is given U+FFFD for it, and text of other kinds is not looked through for any.
 _MARK = "\ufdd0"
+_HEADINGS = "html_headings"  # under which the reader gives them, beside the text
 _MARKED = re.compile(f"^{_MARK}([1-6])", re.MULTILINE)
 
 
@@ -155,10 +157,9 @@ def read_file(path: Path) -> list[Part]:
         raise UnreadableError(_why(error)) from error
     parts: list[Part] = []
     for document in documents:
-        text, headings = _unmarked(document.text.strip())
-        if text:
+        if text := document.text.strip():
             page = {"page": document.metadata["page_label"]} if "page_label" in document.metadata else {}
-            parts.append(Part(text, page, headings))
+            parts.append(Part(text, page, document.metadata.get(_HEADINGS, ())))
     if not parts:
         raise UnreadableError("no text in it")
     if any("\0" in part.text for part in parts):
@@ -192,6 +193,8 @@ def _html_reader() -> BaseReader:
             # Not the whole head: where its end is left out, as HTML allows, this parser puts the body into it.
             for tag in [*soup(["script", "style", "template", "noscript"]), *soup.select("head > title")]:
                 tag.decompose()
+            for string in soup.find_all(string=re.compile(_MARK)):
+                string.replace_with(type(string)(string.replace(_MARK, "\ufffd")))  # a comment stays one
             for tag in soup(["td", "th"]):
                 tag.insert_after(" ")
             for tag in soup(_HTML_HEADINGS):
@@ -200,7 +203,8 @@ def _html_reader() -> BaseReader:
             for tag in soup(_HTML_BLOCKS):
                 tag.insert_before("\n")
                 tag.insert_after("\n")
-            return [Document(text=_tidy(soup.get_text().splitlines()), metadata=extra_info or {})]
+            text, headings = _unmarked(_tidy(soup.get_text().splitlines()).strip())
+            return [Document(text=text, metadata={**(extra_info or {}), _HEADINGS: headings})]
 
     return HtmlTextReader()
 

@@ -138,6 +138,19 @@ def test_headings_of_html(tmp_path: Path, size: int) -> None:
         assert starts == ["All", *(f"Part {n}" for n in range(1, 6))]
 
 
+def test_no_text_is_taken_for_the_mark_of_a_heading(tmp_path: Path) -> None:
+    text = "\ufdd01 is what this line begins with.\n\n\ufdd02 this one."
+    for name in ("a.txt", "a.md"):
+        (tmp_path / name).write_text(text)
+        assert read_file(tmp_path / name) == [Part(text, {})]
+    html = f"<meta charset=utf-8><p>{text}<h2>\ufdd03</h2><p>&#xFDD0;4 <b>\ufdd0</b>5<!-- \ufdd0 -->"
+    (tmp_path / "a.html").write_text(html)
+    (part,) = read_file(tmp_path / "a.html")
+    mark = "\ufffd"
+    assert part.text.split() == f"{text}\n\ufdd03\n\ufdd04 \ufdd05".replace("\ufdd0", mark).split()
+    assert [(part.text[at:].split("\n")[0], level) for at, level in part.headings] == [(f"{mark}3", 2)]
+
+
 def test_pages_are_kept_apart() -> None:
     parts = [Part(f"page {n}", {"page": str(n)}) for n in range(3)]
     assert Splitter(encode, 100).split(parts) == parts
