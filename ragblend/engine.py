@@ -125,11 +125,13 @@ class AnswerStream(Iterator[str]):
         text, token_ids: what there is so far.
     """
 
-    def __init__(self, engine: RagBlend, ready: Ready, settings: DecodeSettings, *, marks: bool = False) -> None:
+    def __init__(
+        self, engine: RagBlend, ready: Ready, settings: DecodeSettings, *, marks: bool = False, goes_on: bool = True
+    ) -> None:
         self.report = ready.report
         self.text = ""
         self.token_ids: list[int] = []
-        self._engine, self._ready = engine, ready
+        self._engine, self._ready, self._goes_on = engine, ready, goes_on
         self._steps = engine.steps(ready, settings, marks=marks)
         self._sampled = settings.temperature > 0 or settings.repetition_penalty != 1.0
         self._first_s: float | None = None
@@ -161,7 +163,7 @@ class AnswerStream(Iterator[str]):
         decode_s = 0.0 if self._first_s is None else time.perf_counter() - self._first_s
         decoded = max(0, len(self.token_ids) - 1)
         self.report = replace(self.report, decode_tokens=decoded, decode_s=decode_s, finish_reason=reason)
-        self._engine._after(self._ready, self.token_ids, self._sampled)
+        self._engine._after(self._ready, self.token_ids, self._sampled, self._goes_on)
 
     def __enter__(self) -> Self:
         return self
@@ -322,6 +324,7 @@ class RagBlend:
         selector: Selector | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         begin: str = "",
+        goes_on: bool = True,
         **how: Any,
     ) -> AnswerStream:
         """Like `answer`, piece by piece. The prompt is prefilled before this returns.
@@ -330,6 +333,7 @@ class RagBlend:
             tools: definitions of tools that the answer may call; then the marks of calls stay in its text, for
                 `prompt.calls.read_calls`.
             begin: what the answer is made to begin with (`prompts.begin_call`); it is no part of its text.
+            goes_on: whether later prompts may go on from the whole of this one; if not, its blended KV is not kept.
         """
         try:
             settings = DecodeSettings(**how)
@@ -340,7 +344,7 @@ class RagBlend:
         )
         room = self.decoder.context_window_tokens - len(ready.ids)
         settings = replace(settings, max_tokens=min(settings.max_tokens, room))
-        return AnswerStream(self, ready, settings, marks=bool(tools))
+        return AnswerStream(self, ready, settings, marks=bool(tools), goes_on=goes_on)
 
     def prefill(
         self,
@@ -601,7 +605,7 @@ class RagBlend:
         with self._compute:
             return answer_logits(self.decoder, ready.cache, ready.logits, len(ready.ids), answer)
 
-    def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool) -> None:
+    def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool, goes_on: bool) -> None:
         """What an answer leaves behind: its prefix in RAM, its misses to be learned, itself to be audited."""
         exact_root = self.fingerprint.encode()
         with_answer = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
@@ -609,7 +613,7 @@ class RagBlend:
             self.prefix_cache.keep(exact_root, with_answer, ready.cache)
         else:
             self.prefix_cache.keep(exact_root, ready.ids[: ready.exact_tokens], ready.cache)
-            if self.settings.reuse_blended:
+            if self.settings.reuse_blended and goes_on:
                 self.prefix_cache.keep_whole(ready.root, with_answer, ready.cache, len(ready.ids))
         for miss in ready.misses:
             self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))

@@ -169,7 +169,7 @@ class ChatSession:
         known = self._kept(turns, texts, room)
         chunks = self._fitting(texts, room - self._size(known))
         messages = [*self._said(known), self._asking(chunks, question)]
-        stream = self._engine.stream(messages, **chosen)
+        stream = self._engine.stream(messages, goes_on=False, **chosen)  # this turn's chunks leave with it
 
         def ended(stream: AnswerStream) -> None:
             self.last_report = stream.report

@@ -122,6 +122,18 @@ def test_a_chat_goes_on_in_another_process(store: Path, tiny_model: Path, embedd
         assert said_tokens(report) - 16 <= report.prefix_tokens <= said_tokens(report)
 
 
+def test_only_what_was_said_is_held_in_ram(kb: KnowledgeBase) -> None:
+    chat, engine = kb.session("ram", top_k=3, max_tokens=12), kb.engine
+    for message in (BRIDGE, MOON, CATS, BRIDGE, MOON):
+        report = reply_to(kb, chat, message)
+        assert report.hits == 3
+        engine.drain()
+        held_tokens = engine.prefix_cache.n_bytes / engine.decoder.kv_bytes_per_token
+        # Each prompt's head up to its chunks is held, too, beside the turn that takes its place.
+        assert held_tokens < 2 * said_tokens(report)
+        assert report.prompt_tokens > 1.4 * said_tokens(report)
+
+
 def test_what_outgrows_the_window_is_dropped(kb: KnowledgeBase) -> None:
     chat = kb.session("long", top_k=1, max_tokens=8)
     window = kb.engine.decoder.context_window_tokens
