@@ -215,20 +215,22 @@ def test_the_command_line_calibrates_documents(
 
 
 @pytest.mark.usefixtures("embedding_model")
-def test_questions_are_made_up_where_there_are_none(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    for n, case in enumerate(CASES):
-        (folder / f"{n}.txt").write_text("\n\n".join(case.chunks))
-    assert cli("ingest", folder).code == 0
-    with KnowledgeBase(tmp_path / "store", model=tiny_model) as kb:
-        assert len(kb.index.sample(30)) == min(30, kb.index.count_chunks())
+def test_questions_are_made_up_until_there_are_enough_and_their_time_is_over(tiny_model: Path, tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def follow(what: str, done: int, of: int) -> None:
+        if what == "making questions":
+            made.append(done)
+            assert of == 44
+
+    with KnowledgeBase(tmp_path / "store", model=tiny_model, chunk_tokens=60) as kb:
+        kb.ingest_texts({str(n): "\n\n".join(case.chunks) for n, case in enumerate(CASES[:15])})
+        assert len(kb.index.sample(44)) == 44
         assert kb.index.sample(5) == kb.index.sample(5)
-    outcome = cli("calibrate", "--limit", "24", "--json")
-    if outcome.code == 0:  # a random model's questions may all be empty
-        assert outcome.json["source"] == "generated"
-    else:
-        assert "questions could be made" in outcome.json["error"]["message"]
+        found = calibrate_documents(kb, limit=44, top_k=3, minutes=1e-6, progress=follow)
+    assert found["source"] == "generated"
+    assert found["questions"] == NEEDED
+    assert NEEDED <= max(made) < 40, made
 
 
 @pytest.mark.usefixtures("embedding_model")
