@@ -3,7 +3,8 @@
     killed_chat.py MODEL EMBEDDING_MODEL FOLDER KILLS SEED
 
 Every process that opens the chat after a kill asks the messages that come next. At ratio 1 the model answers the same
-history with the same words, so what was said after so many messages is known from a chat that nobody disturbed.
+history with the same words, so what was said after so many messages is known from a chat that nobody disturbed. The
+process that forks them imports what they need and computes nothing itself: libraries' threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
+import faiss  # noqa: F401
+import sentence_transformers  # noqa: F401
+from llama_index.llms.ragblend import RagBlendLLM  # noqa: F401
+
 from ragblend.kb import KnowledgeBase
+from ragblend.kb import session as _session  # noqa: F401
 from ragblend.kb.conversation import Conversation, Turn
 
 MESSAGES = 24
@@ -40,50 +47,74 @@ def chat(kb: KnowledgeBase, name: str, note: Callable[[Turns], None]) -> None:
         note(session.turns)
 
 
-def main(model: Path, embedding_model: Path, folder: Path, kills: int, seed: int) -> None:
-    def opened() -> KnowledgeBase:
-        return KnowledgeBase(folder / "store", model=model, embedding_model=str(embedding_model))
+class Trial:
+    """Chats in processes of their own, which note what was said after each turn, and when."""
 
-    with opened() as kb:
-        kb.ingest_texts(TEXTS)
-        states: dict[int, Turns] = {-1: ()}
-        started = time.monotonic()
-        chat(kb, "undisturbed", lambda turns: states.update({number(turns): turns}))
-        turn_s = (time.monotonic() - started) / MESSAGES
-    assert len(states) > MESSAGES // 2, "the model says nothing"
-    assert states[max(states)][0].question.split()[1] != "0", "nothing was forgotten"
-    sessions, log = folder / "store" / "sessions", folder / "log"
-    file = sessions / "disturbed.jsonl"
-    chance = random.Random(seed)
-    in_a_turn = done = 0
-    while done < kills:
-        log.write_bytes(b"")
+    def __init__(self, model: Path, embedding_model: Path, folder: Path) -> None:
+        self._model, self._embedding_model, self._store = model, str(embedding_model), folder / "store"
+        self._log = folder / "log"
+        self.sessions = self._store / "sessions"
+
+    def start(self, name: str) -> int:
+        """The id of a process that chats, once it has opened the chat."""
+        self._log.write_bytes(b"")
         pid = os.fork()
         if not pid:
             try:
-                with opened() as kb, log.open("ab", buffering=0) as written:
-                    chat(kb, "disturbed", lambda turns: written.write(f"{number(turns)}\n".encode()))
+                with (
+                    KnowledgeBase(self._store, model=self._model, embedding_model=self._embedding_model) as kb,
+                    self._log.open("ab", buffering=0) as log,
+                ):
+                    kb.ingest_texts(TEXTS)  # only the first one has something to do
+                    chat(kb, name, lambda turns: _write(log.fileno(), turns))
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 os._exit(1)
             os._exit(0)
-        while not log.read_bytes():
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-            time.sleep(0.001)
+        deadline = time.monotonic() + 240
+        while not self.noted():
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before it began"
+            assert time.monotonic() < deadline, "it does not begin"
+            time.sleep(0.005)
+        return pid
+
+    def noted(self) -> list[tuple[float, Turns]]:
+        lines = self._log.read_bytes().splitlines()
+        return [(at, tuple(Turn(*turn) for turn in turns)) for at, turns in map(json.loads, lines)]
+
+
+def _write(handle: int, turns: Turns) -> None:
+    os.write(handle, json.dumps([time.monotonic(), list(map(astuple, turns))]).encode() + b"\n")
+
+
+def main(model: Path, embedding_model: Path, folder: Path, kills: int, seed: int) -> None:
+    trial = Trial(model, embedding_model, folder)
+    _, status = os.waitpid(trial.start("undisturbed"), 0)
+    assert status == 0
+    noted = trial.noted()
+    turn_s = (noted[-1][0] - noted[0][0]) / MESSAGES
+    states = {number(turns): turns for _, turns in noted}
+    assert len(states) > MESSAGES // 2, "the model says nothing"
+    assert number(states[max(states)][:1]) > 0, "nothing was forgotten"
+    file = trial.sessions / "disturbed.jsonl"
+    chance = random.Random(seed)
+    in_a_turn = done = 0
+    while done < kills:
+        pid = trial.start("disturbed")
         time.sleep(chance.uniform(0.0, 8 * turn_s))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-        noted = int(log.read_text().split()[-1])
-        turns = Conversation(sessions, "disturbed").turns
+        finished = number(trial.noted()[-1][1])
+        turns = Conversation(trial.sessions, "disturbed").turns
         assert turns == states[number(turns)], f"after message {number(turns)}: {turns}"
-        assert number(turns) in (noted, min((n for n in states if n > noted), default=noted))
+        assert number(turns) in (finished, min((n for n in states if n > finished), default=finished))
         assert not file.exists() or file.read_bytes().count(b"\n") == len(turns)
-        if noted == max(states):  # from the beginning again
+        if finished == max(states):  # from the beginning again
             file.unlink()
         elif os.WIFSIGNALED(status):
             done += 1
-            in_a_turn += number(turns) == noted
+            in_a_turn += number(turns) == finished
     print(json.dumps({"kills": done, "in_a_turn": in_a_turn}))
 
 
