@@ -12,6 +12,7 @@ import numpy as np
 
 from ragblend.errors import MissingDependencyError, ModelNotFoundError
 from ragblend.kb.files import readable
+from ragblend.model.threads import disband
 
 DEFAULT_EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """Also carried by a PyPI package, of which only the data files are used."""
@@ -54,6 +55,7 @@ class Embedder:
             convert_to_numpy=True,
             show_progress_bar=False,
         )
+        disband()
         return np.asarray(vectors, np.float32)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping
 from ragblend.model.rope import Angles, Rope, identity_angles, inverted
+from ragblend.model.threads import Turn, disband
 
 _HUB_PATIENCE_S = 5.0
 _PROBE_TOKENS = 24
@@ -191,9 +191,10 @@ class Decoder:
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = self._embed_tokens.weight.dtype
         self.device: torch.device = self._embed_tokens.weight.device
-        self.turn = threading.Lock()
+        self.turn = Turn()
         self.fingerprint = _fingerprint(model, self.dtype)
         self.shapes, self.windows = self._probe(config, pack and can_pack(self.dtype, self.device))
+        disband()  # who loads a model need not be who uses it
 
     @property
     def kv_bytes_per_token(self) -> int:
