@@ -20,11 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.stock import Stock
-from ragblend.evaluation.strategies import read_questions
+from ragblend.evaluation.strategies import machine, read_questions
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Turn
 from ragblend.kb.session import DEFAULT_MAX_TOKENS, DEFAULT_RATIO
@@ -136,12 +134,7 @@ def run(
             "model": model,
             "turns": taken,
             "ways": _means(taken),
-            "machine": {
-                "device": str(decoder.device),
-                "dtype": str(decoder.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            },
+            "machine": machine(decoder),
         }
 
 

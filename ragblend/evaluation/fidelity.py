@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ragblend.blend.divergence import agreement, kl_divergence
@@ -34,7 +33,7 @@ from ragblend.evaluation.metrics import (
     rouge_l,
     token_f1,
 )
-from ragblend.evaluation.strategies import Question, engines, parsed, read_questions
+from ragblend.evaluation.strategies import Question, engines, machine, parsed, read_questions
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
 from ragblend.model.decoder import Decoder
 from ragblend.model.generate import DecodeSettings
@@ -170,12 +169,7 @@ def run(
             "answer_tokens": answer_tokens,
             "neighbours": "none in the prompt" if strangers else "may be in the prompt",
             **bench.results(),
-            "machine": {
-                "device": str(decoder.device),
-                "dtype": str(decoder.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            },
+            "machine": machine(decoder),
         }
 
 

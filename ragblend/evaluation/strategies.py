@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ragblend.blend.prefill import Selector
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeNone
@@ -175,3 +178,13 @@ def orders(chunks: int, count: int, seed: int) -> list[list[int]]:
         if chunks == 1 or not made or order != made[-1]:
             made.append(order)
     return made
+
+
+def machine(decoder: Decoder) -> dict[str, Any]:
+    """What a measurement ran on."""
+    return {
+        "device": str(decoder.device),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }

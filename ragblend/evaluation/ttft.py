@@ -21,7 +21,7 @@ import torch
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.stock import Stock
-from ragblend.evaluation.strategies import Question, Strategy, orders, read_questions, strategies
+from ragblend.evaluation.strategies import Question, Strategy, machine, orders, read_questions, strategies
 from ragblend.model.decoder import Decoder, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, decode
 from ragblend.model.sources import load_model
@@ -215,12 +215,7 @@ class _Bench:
                 "tokens": stats.tokens,
                 "bytes_over_kv": stats.bytes / (stats.tokens * raw) if stats.tokens else None,
             },
-            "machine": {
-                "device": str(engine.decoder.device),
-                "dtype": str(engine.decoder.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            },
+            "machine": machine(engine.decoder),
             "prompt_tokens": statistics.median(self._tokens),
         }
 

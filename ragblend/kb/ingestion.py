@@ -179,8 +179,8 @@ class Ingestion:
                 f"its context window holds {window} tokens, and {before} stand before every chunk; choose less"
             )
         now = self._chunk_tokens
-        if (before := self._store.document(KNOWLEDGE).get("chunk_tokens", now)) != now:
-            _log.warning("chunks have %d tokens at most now, not %s: documents are split anew", now, before)
+        if (last := self._store.document(KNOWLEDGE).get("chunk_tokens", now)) != now:
+            _log.warning("chunks have %d tokens at most now, not %s: documents are split anew", now, last)
         remember(self._store, chunk_tokens=now)
         encode = self._models.engine.prompts.encode_text
         return Splitter(lambda text: list(encode(text)), self._chunk_tokens)

@@ -3,8 +3,7 @@
     killed_chat.py MODEL EMBEDDING_MODEL FOLDER KILLS SEED
 
 Every process that opens the chat after a kill asks the messages that come next. At ratio 1 the model answers the same
-history with the same words, so what was said after so many messages is known from a chat that nobody disturbed. The
-process that forks them imports what they need and computes nothing itself: libraries' threads do not survive a fork.
+history with the same words, so what was said after so many messages is known from a chat that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-import faiss  # noqa: F401
-import sentence_transformers  # noqa: F401
-from llama_index.llms.ragblend import RagBlendLLM  # noqa: F401
+from forks import forked
 
 from ragblend.kb import KnowledgeBase
-from ragblend.kb import session as _session  # noqa: F401
 from ragblend.kb.conversation import Conversation, Turn
 
 MESSAGES = 24
@@ -58,19 +54,16 @@ class Trial:
     def start(self, name: str) -> int:
         """The id of a process that chats, once it has opened the chat."""
         self._log.write_bytes(b"")
-        pid = os.fork()
-        if not pid:
-            try:
-                with (
-                    KnowledgeBase(self._store, model=self._model, embedding_model=self._embedding_model) as kb,
-                    self._log.open("ab", buffering=0) as log,
-                ):
-                    kb.ingest_texts(TEXTS)  # only the first one has something to do
-                    chat(kb, name, lambda turns: _write(log.fileno(), turns))
-            except BaseException as error:
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                os._exit(1)
-            os._exit(0)
+
+        def work() -> None:
+            with (
+                KnowledgeBase(self._store, model=self._model, embedding_model=self._embedding_model) as kb,
+                self._log.open("ab", buffering=0) as log,
+            ):
+                kb.ingest_texts(TEXTS)  # only the first one has something to do
+                chat(kb, name, lambda turns: _write(log.fileno(), turns))
+
+        pid = forked(work)
         deadline = time.monotonic() + 240
         while not self.noted():
             assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before it began"

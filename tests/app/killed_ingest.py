@@ -2,10 +2,8 @@
 
     killed_ingest.py MODEL EMBEDDING_MODEL FOLDER KILLS SEED
 
-One process imports everything, and forks a child for each ingest, so that a kill costs what it interrupts and no more.
-It computes nothing itself while there are children to come: libraries' threads do not survive a fork. The documents
-change whenever an ingest has come to its end; each time the result is compared with that of a store whose ingests
-nobody disturbed.
+Each ingest is a process of its own. The documents change whenever one has come to its end; each time the result is
+compared with that of a store whose ingests nobody disturbed.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import faiss  # noqa: F401
-import sentence_transformers  # noqa: F401
-from llama_index.llms.ragblend import RagBlendLLM  # noqa: F401
+from forks import forked
 
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.index import DocumentIndex
@@ -64,15 +60,7 @@ class Trial:
                 )
 
     def fork(self, store: str) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            self.ingest(store)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
+        return forked(lambda: self.ingest(store))
 
     def undisturbed(self) -> float:
         """Seconds an ingest takes that nobody disturbs."""
