@@ -32,7 +32,8 @@ from transformers.utils import logging as transformers_logging
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
-from ragblend.model.packed import can_pack, pack_linears, release_mapping
+from ragblend.model.packed import can_pack, pack_linears, release_mapping, same_inputs
+from ragblend.model.pages import prefer_huge_pages
 from ragblend.model.rope import Angles, Rope, identity_angles, inverted
 from ragblend.model.threads import Turn, disband
 
@@ -193,7 +194,11 @@ class Decoder:
         self.device: torch.device = self._embed_tokens.weight.device
         self.turn = Turn()
         self.fingerprint = _fingerprint(model, self.dtype)
+        if self.device.type == "cpu":
+            prefer_huge_pages()
         self.shapes, self.windows = self._probe(config, pack and can_pack(self.dtype, self.device))
+        if self.device.type == "cpu":
+            prefer_huge_pages(model.parameters())
         disband()  # who loads a model need not be who uses it
 
     @property
@@ -287,11 +292,11 @@ class Decoder:
         """
         ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
         name = type(self.model).__name__
-        expected = self.model(input_ids=ids.to(self.device)[None], use_cache=False).logits[0].float()
+        with same_inputs(self.model) as siblings:
+            expected = self.model(input_ids=ids.to(self.device)[None], use_cache=False).logits[0].float()
 
         if pack:
-            for layer in self._layers:
-                pack_linears(layer)
+            pack_linears(nn.ModuleList(self._layers), siblings)
             release_mapping(self.model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

