@@ -171,6 +171,7 @@ def test_at_ratio_1_the_answer_is_that_of_the_models_own_generate(
 
 def test_the_real_model_in_a_real_app(smollm2: RagBlendLLM, settings: Any, texts: list[str]) -> None:
     engine = smollm2.engine
+    smollm2.ratio = 0.15  # "auto" follows how fast reading and computing are at the moment
     debug = LlamaDebugHandler(print_trace_on_end=False)
     settings.callback_manager = CallbackManager([debug])
     index = app(settings, smollm2, documents(texts))
@@ -184,6 +185,8 @@ def test_the_real_model_in_a_real_app(smollm2: RagBlendLLM, settings: Any, texts
     head = report.chunks[0].start
     assert tuple(engine.prefill(sent).ids[:head].tolist()) == engine.preamble_ids
     assert report.rows_fraction < 0.8
+    engine.drain()
+    engine.prefix_cache.clear()  # the same rows once more: in bfloat16, other rows beside them can turn a near tie
     streaming: Any = index.as_query_engine(similarity_top_k=4, streaming=True).query(
         "In which drawer is the model kept?"
     )
