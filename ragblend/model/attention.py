@@ -35,6 +35,8 @@ _BLOCK_ROWS = {"cpu": 128, "cuda": 512}
 # What one block more must save, in rows x keys: scattered rows gain nothing by finer blocks, but a prompt's head and
 # its question, computed together, would have the head look past everything between them.
 _WORTH_A_BLOCK = 40_000
+# The fused CPU kernel's largest tiles start here; smaller ones are as fast with a mask.
+_LARGE_TILES = 768
 # Block masks are the same in every layer. They are kept while they are small beside the KV itself.
 _KEPT_MASK_ELEMENTS = 16 * 1024 * 1024
 
@@ -169,11 +171,13 @@ def attend(
     window = sliding_window if sliding_window is not None and sliding_window < rows.stop else None
 
     plain = softcap is None and rows.invisible is None and rows.probe is None and window is None
-    if plain and rows.start == 0 and rows.is_run and len(rows) > 1:
+    if plain and rows.is_run and len(rows) > 1 and rows.start <= _worth_a_triangle(len(rows)):
+        # Rows of nothing in the place of a short past: with many rows they cost less than a mask for all others.
+        whole = F.pad(query, (0, 0, rows.start, 0)) if rows.start else query
         attended = F.scaled_dot_product_attention(
-            query, key[:, :, : rows.stop], value[:, :, : rows.stop], is_causal=True, scale=scale, enable_gqa=True
+            whole, key[:, :, : rows.stop], value[:, :, : rows.stop], is_causal=True, scale=scale, enable_gqa=True
         )
-        return attended.transpose(1, 2), None
+        return attended[:, :, rows.start :].transpose(1, 2), None
 
     out: Tensor | None = None
     for block in rows.blocks(window, query.dtype):
@@ -198,6 +202,11 @@ def attend(
         out[:, block.start : block.stop] = attended.transpose(1, 2)
     assert out is not None
     return out, None
+
+
+def _worth_a_triangle(n_rows: int) -> int:
+    """The longest past in front of a run of rows for which the kernel of a full prefill wins."""
+    return n_rows // 2 if n_rows >= _LARGE_TILES else 0
 
 
 def _explicit_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -41,6 +41,7 @@ ROWS = {
     "every third": list(range(2, 200, 3)),
     "a block and one": [*range(0, 128, 2), 199],
     "head and question": [*range(30), *range(1900, 1920)],
+    "all but a head": list(range(30, 830)),
 }
 
 
