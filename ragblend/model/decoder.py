@@ -21,6 +21,7 @@ import torch
 import xxhash
 from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from ragblend.errors import ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
-from ragblend.model.packed import can_pack, pack_linears, release_mapping, same_inputs
+from ragblend.model.packed import can_pack, pack_linears, release_mapping, rounded_up, same_inputs
 from ragblend.model.pages import prefer_huge_pages
 from ragblend.model.rope import Angles, Rope, identity_angles, inverted
 from ragblend.model.threads import Turn, disband
@@ -99,12 +100,13 @@ class _Scatter(Cache):
 
     def __init__(self, kv: KVCache, rows: CausalRows, positions: Tensor | slice) -> None:
         super().__init__(layers=[])
-        self._kv, self._stop, self._positions = kv, rows.stop, positions
+        self._kv, self._rows, self._stop, self._positions = kv, rows, rows.stop, positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self._kv.write(layer_idx, self._positions, key_states[0], value_states[0])
+        n_rows = len(self._rows)
+        self._kv.write(layer_idx, self._positions, key_states[0][:, :n_rows], value_states[0][:, :n_rows])
         return self._kv.keys[layer_idx][:, :, : self._stop], self._kv.values[layer_idx][:, :, : self._stop]
 
 
@@ -116,13 +118,14 @@ class _Projected(Exception):  # noqa: N818 - not an error: how `project` leaves 
 class _Intercept(Cache):
     """A cache that ends the layer as soon as its keys and values are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: CausalRows) -> None:
         super().__init__(layers=[])
+        self._n_rows = len(rows)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        raise _Projected(key_states[0], value_states[0])
+        raise _Projected(key_states[0][:, : self._n_rows], value_states[0][:, : self._n_rows])
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Decoder:
         self.dtype: torch.dtype = self._embed_tokens.weight.dtype
         self.device: torch.device = self._embed_tokens.weight.device
         self.turn = Turn()
+        self._rounds_up = can_pack(self.dtype, self.device)
         self.fingerprint = _fingerprint(model, self.dtype)
         if self.device.type == "cpu":
             prefer_huge_pages()
@@ -253,7 +257,7 @@ class Decoder:
     def project(self, index: int, hidden: Tensor, rows: Rows) -> LayerKV:
         """Keys (rotated) and values [kv_heads, rows, dim] that a layer would make of `hidden`, and no more work."""
         try:
-            self._call(index, hidden, rows, _Intercept())
+            self._call(index, hidden, rows, _Intercept(rows.mask))
         except _Projected as projected:
             return LayerKV(projected.key, projected.value)
         raise UnsupportedModelError(f"layer {index} makes no keys and values of its own (shared KV)")
@@ -271,15 +275,21 @@ class Decoder:
         return self._rope.unrotate(key, inverse[self._rope.key_of(layer)])
 
     def _call(self, index: int, hidden: Tensor, rows: Rows, cache: Cache) -> Tensor:
+        angles = rows.angles[self._rope.key_of(index)]
+        n_rows = hidden.shape[1]
+        spare = rounded_up(n_rows) - n_rows if self._rounds_up else 0
+        if spare:  # rows of nothing, that nobody sees and that see nobody
+            hidden = F.pad(hidden, (0, 0, 0, spare))
+            angles = (F.pad(angles[0], (0, 0, 0, spare)), F.pad(angles[1], (0, 0, 0, spare)))
         out: Tensor = self._layers[index](
             hidden,
             attention_mask=rows.mask,
-            position_embeddings=rows.angles[self._rope.key_of(index)],
+            position_embeddings=angles,
             position_ids=None,
             cache=cache,
             use_cache=True,
         )
-        return out
+        return out[:, :n_rows]
 
     # -- load-time checks ---------------------------------------------------------------------------------------
 
@@ -361,7 +371,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Registered with transformers: selected rows are ours, everything else is its own "sdpa" (or "eager")."""
     if isinstance(attention_mask, CausalRows):
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        n_rows = len(attention_mask)
+        attended, weights = attend(module, query[:, :, :n_rows], key, value, attention_mask, **kwargs)
+        spare = query.shape[2] - n_rows
+        return F.pad(attended, (0, 0, 0, 0, 0, spare)) if spare else attended, weights
     stock = AttentionInterface()["sdpa"]
     out: tuple[Tensor, Tensor | None] = stock(module, query, key, value, attention_mask, **kwargs)
     return out

@@ -6,6 +6,9 @@ one row of a decode step a third. Packed once, the same kernels give the same re
 
 Layers that are given the very same input (queries, keys and values; gate and up projections) become one product: few
 rows are gone before a second product has got going.
+
+For every number of rows it has not seen, oneDNN writes a kernel of its own, for each size of layer: 14 ms for the four
+of a small model, and no two prompts select the same number of rows. `rounded_up` leaves few numbers to be seen.
 """
 
 from __future__ import annotations
@@ -92,6 +95,15 @@ class Siblings(NamedTuple):
 
     parent: nn.Module
     names: tuple[str, ...]
+
+
+def rounded_up(n_rows: int) -> int:
+    """So many rows are computed in the place of `n_rows`: whole tiles of the matrix units, of which the last costs the
+    same half empty."""
+    if n_rows == 1:
+        return 1
+    step = 8 if n_rows <= 8 else 16 if n_rows <= 512 else 64
+    return -(-n_rows // step) * step
 
 
 @contextmanager

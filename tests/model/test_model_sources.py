@@ -12,7 +12,7 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
-from ragblend.model.packed import PackedLinear, PackedPart, can_pack, pack_linears, same_inputs
+from ragblend.model.packed import PackedLinear, PackedPart, can_pack, pack_linears, rounded_up, same_inputs
 from ragblend.model.sources import _converted, fastest_dtype, load_model
 
 
@@ -78,6 +78,37 @@ def test_packed_layers_compute_the_same() -> None:
                 hidden = decoder.layer(layer, hidden, decoder.rows(all_rows, decoder.angles(20)), cache)
             logits.append(decoder.logits(hidden))
     torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 512, 513, 1861])
+def test_few_numbers_of_rows_are_ever_computed(rows: int) -> None:
+    assert rows <= rounded_up(rows) < rows + (8 if rows <= 8 else 16 if rows <= 512 else 64)
+    assert rounded_up(rounded_up(rows)) == rounded_up(rows)
+    assert len({rounded_up(n) for n in range(1, 2049)}) < 64
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("positions", [[0], [*range(20)], [3, 4, 9, *range(11, 20)]])
+def test_rows_of_nothing_change_nothing(name: str, positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products round the number of rows up; what they make up is seen by nobody and left nowhere."""
+    decoder = Decoder(tiny_model(name).to(torch.bfloat16), pack=True)
+    left = []
+    with torch.inference_mode():
+        for rounding in (True, False):
+            monkeypatch.setattr(decoder, "_rounds_up", rounding)
+            cache = decoder.new_cache(30)
+            for buffer in (*cache.keys, *cache.values):
+                buffer.copy_(torch.linspace(-1, 1, buffer.numel()).view(buffer.shape))
+            rows = decoder.rows(torch.tensor(positions), decoder.angles(20))
+            hidden = decoder.embed(torch.tensor(positions) + 5)
+            for layer in range(decoder.n_layers):
+                projected = decoder.project(layer, hidden, rows)
+                hidden = decoder.layer(layer, hidden, rows, cache)
+                assert hidden.shape[1] == projected.key.shape[1] == projected.value.shape[1] == len(positions)
+            left.append((hidden, *cache.keys, *cache.values))
+    for rounded, exact in zip(*left, strict=True):
+        torch.testing.assert_close(rounded, exact, atol=0.06, rtol=0.06)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
