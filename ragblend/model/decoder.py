@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
 _PARITY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.25, torch.float16: 0.05}
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+_packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
 class Rows(NamedTuple):
@@ -302,10 +306,11 @@ class Decoder:
         """
         ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
         name = type(self.model).__name__
-        with same_inputs(self.model) as siblings:
+        with same_inputs(self.model if pack else nn.Module()) as siblings:
             expected = self.model(input_ids=ids.to(self.device)[None], use_cache=False).logits[0].float()
 
         if pack:
+            _packed_fingerprints[self.model] = self.fingerprint
             pack_linears(nn.ModuleList(self._layers), siblings)
             release_mapping(self.model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -393,6 +398,8 @@ def _refuse_config(config: PreTrainedConfig, name: str) -> None:
 
 def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Digest of what decides the KV of given ids: config, dtype, weights."""
+    if model in _packed_fingerprints:  # its weights cannot be read any more
+        return _packed_fingerprints[model]
     config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG}
     weights = xxhash.xxh3_128()
     seen: set[int] = set()

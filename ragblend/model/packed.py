@@ -13,6 +13,7 @@ of a small model, and no two prompts select the same number of rows. `rounded_up
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -61,21 +62,22 @@ class PackedPart(nn.Module):
 
 
 class _Together:
-    """The outputs of one product, each taken once by the layer it belongs to. One thread at a time."""
+    """The outputs of one product, each taken once by the layer it belongs to; every thread has its own."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self._product = PackedLinear(*linears)
         self._sizes = [linear.out_features for linear in linears]
-        self._input: Tensor | None = None
-        self._parts: list[Tensor | None] = []
+        self._left = threading.local()  # input: what `parts` were computed from; parts: those not taken yet, by index
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        if x is not self._input or self._parts[index] is None:
-            self._input, self._parts = x, list(self._product(x).split(self._sizes, dim=-1))
-        part, self._parts[index] = self._parts[index], None
-        if not any(each is not None for each in self._parts):
-            self._input = None
-        assert part is not None
+        left = self._left.__dict__
+        parts: dict[int, Tensor] = left.get("parts", {})
+        if left.get("input") is not x or index not in parts:
+            left["input"] = x
+            left["parts"] = parts = dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
+        part = parts.pop(index)
+        if not parts:
+            left.clear()
         return part
 
 
@@ -117,8 +119,9 @@ def same_inputs(module: nn.Module) -> Iterator[list[Siblings]]:
             if type(child) is nn.Linear:
 
                 def note(_: nn.Module, given: tuple[Tensor, ...], parent: nn.Module = parent, name: str = name) -> None:
-                    kept.append(given[0])
-                    given_to.setdefault((parent, id(given[0])), []).append(name)
+                    if given:  # by position: by keyword, a packed layer would not take it anyway
+                        kept.append(given[0])
+                        given_to.setdefault((parent, id(given[0])), []).append(name)
 
                 hooks.append(child.register_forward_pre_hook(note))
     found: list[Siblings] = []

@@ -5,7 +5,8 @@ remembers the whereabouts of a few megabytes only, and looks the rest up again a
 virtual machine. And glibc hands freed buffers back to the kernel early: the next layer gets the same memory back, page
 fault by page fault. With both mended, passes of any size take a sixth to a quarter less time.
 
-Most kernels give huge pages to those who ask. `prefer_huge_pages` asks, and has glibc keep some freed memory.
+Most kernels give huge pages to those who ask. `prefer_huge_pages` asks, and has glibc keep some freed memory. It asks
+for the heap, which the process's first thread allocates from: what other threads allocate stays on small pages.
 RAGBLEND_HUGE_PAGES=0 leaves everything as it is.
 """
 
@@ -17,12 +18,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 SWITCH = "RAGBLEND_HUGE_PAGES"
 
 _HUGE = 2 * 1024 * 1024
-# Memory that stays with the process when it is free: the intermediate results of some thousand rows.
+# Free memory at the heap's end that stays with the process: the intermediate results of some thousand rows.
 _KEPT = 256 * 1024 * 1024
 _LARGEST_ON_HEAP = 32 * 1024 * 1024  # as far as glibc's own adjustment goes
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -46,7 +48,8 @@ def prefer_huge_pages(tensors: Iterable[Tensor] = ()) -> bool:
     for start, stop in _heap():
         _advise(libc, start, stop)
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.nbytes > _LARGEST_ON_HEAP:
+        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if plain and tensor.nbytes > _LARGEST_ON_HEAP:
             start, stop = _advise(libc, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
             libc.madvise(start, stop - start, _MADV_COLLAPSE)
     return True
@@ -56,7 +59,10 @@ def prefer_huge_pages(tensors: Iterable[Tensor] = ()) -> bool:
 def _libc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
-    libc = ctypes.CDLL(None)
+    try:
+        libc = ctypes.CDLL(None)
+    except OSError:
+        return None
     if not all(hasattr(libc, name) for name in ("madvise", "mallopt", "malloc", "free", "gnu_get_libc_version")):
         return None
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -52,5 +52,5 @@ def test_what_the_system_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPat
 def test_a_tensor_on_huge_pages_keeps_its_values() -> None:
     weights = torch.arange(12_000_000, dtype=torch.float32)
     pages.prefer_huge_pages([weights, weights[5:]])
-    pages.prefer_huge_pages([weights])
+    pages.prefer_huge_pages([weights, weights.view(3000, 4000).to_sparse(), torch.empty(12_000_000, device="meta")])
     torch.testing.assert_close(weights, torch.arange(12_000_000, dtype=torch.float32), rtol=0, atol=0)

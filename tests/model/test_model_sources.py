@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
-from ragblend.model.packed import PackedLinear, PackedPart, can_pack, pack_linears, rounded_up, same_inputs
+from ragblend.model.packed import PackedLinear, PackedPart, Siblings, can_pack, pack_linears, rounded_up, same_inputs
 from ragblend.model.sources import _converted, fastest_dtype, load_model
 
 
@@ -78,6 +80,53 @@ def test_packed_layers_compute_the_same() -> None:
                 hidden = decoder.layer(layer, hidden, decoder.rows(all_rows, decoder.angles(20)), cache)
             logits.append(decoder.logits(hidden))
     torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.05)
+
+
+def test_a_layer_that_is_called_by_keyword_is_driven_too() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(input=mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    assert Decoder(model).n_layers == len(model.model.layers)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
+def test_a_packed_model_keeps_its_fingerprint() -> None:
+    """Its weights are gone from its state: two fine-tunes of one model would look the same."""
+    models = [tiny_model("llama").to(torch.bfloat16) for _ in range(2)]
+    with torch.no_grad():
+        models[1].model.layers[0].mlp.up_proj.weight.add_(0.1)
+    first = [Decoder(model, pack=True).fingerprint for model in models]
+    assert first[0] != first[1]
+    assert [Decoder(model).fingerprint for model in models] == first
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
+def test_threads_do_not_take_each_others_outputs() -> None:
+    parent = torch.nn.Module()
+    for name in "qkv":
+        setattr(parent, name, torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16))
+    pack_linears(parent, [Siblings(parent, ("q", "k", "v"))])
+    inputs = [torch.full((1, 1, 32), value, dtype=torch.bfloat16) for value in (1.0, 2.0)]
+    with torch.inference_mode():
+        expected = [(parent.q(x), parent.k(x), parent.v(x)) for x in inputs]
+
+    @torch.inference_mode()
+    def work(number: int) -> int:
+        x = inputs[number % 2]
+        return sum(
+            not torch.equal(getattr(parent, name)(x), expected[number % 2]["qkv".index(name)])
+            for _ in range(2000)
+            for name in "qkv"
+        )
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(work, range(4))) == 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 512, 513, 1861])
