@@ -44,8 +44,7 @@ _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
 _PARITY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.25, torch.float16: 0.05}
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-
-
+# Of models whose weights were packed, which hides them: for whoever drives such a model once more.
 _packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
