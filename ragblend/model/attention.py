@@ -171,7 +171,8 @@ def attend(
     window = sliding_window if sliding_window is not None and sliding_window < rows.stop else None
 
     plain = softcap is None and rows.invisible is None and rows.probe is None and window is None
-    if plain and rows.is_run and len(rows) > 1 and rows.start <= _worth_a_triangle(len(rows)):
+    short_past = rows.start == 0 or (len(rows) >= _LARGE_TILES and 2 * rows.start <= len(rows))
+    if plain and rows.is_run and len(rows) > 1 and short_past:
         # Rows of nothing in the place of a short past: with many rows they cost less than a mask for all others.
         whole = F.pad(query, (0, 0, rows.start, 0)) if rows.start else query
         attended = F.scaled_dot_product_attention(
@@ -202,11 +203,6 @@ def attend(
         out[:, block.start : block.stop] = attended.transpose(1, 2)
     assert out is not None
     return out, None
-
-
-def _worth_a_triangle(n_rows: int) -> int:
-    """The longest past in front of a run of rows for which the kernel of a full prefill wins."""
-    return n_rows // 2 if n_rows >= _LARGE_TILES else 0
 
 
 def _explicit_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -49,7 +49,10 @@ _packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.
 
 
 class Rows(NamedTuple):
-    """Rows of one pass: where they are, and the angles of those positions for each kind of layer."""
+    """Rows of one pass: where they are, and the angles of those positions for each kind of layer.
+
+    There may be more angles than rows: so many rows are computed.
+    """
 
     mask: CausalRows
     angles: dict[str, Angles]
@@ -229,14 +232,20 @@ class Decoder:
 
     def rows(self, positions: Tensor, angles: dict[str, Angles], *, invisible: Tensor | None = None) -> Rows:
         """Rows at ascending absolute positions [rows]. angles: of 0..stop-1 (see `angles`), picked from here."""
-        at = positions.to(self.device)
+        at = self._rounded(positions.to(self.device))
         picked = {kind: (cos[:, at], sin[:, at]) for kind, (cos, sin) in angles.items()}
         return Rows(CausalRows(positions.cpu(), self.device, invisible), picked)
 
     def run(self, start: int, stop: int) -> Rows:
         """Rows at positions start..stop-1, for decoding."""
         positions = torch.arange(start, stop)
-        return Rows(CausalRows(positions, self.device), self._rope.angles(positions, self._embed_tokens.weight))
+        angles = self._rope.angles(self._rounded(positions), self._embed_tokens.weight)
+        return Rows(CausalRows(positions, self.device), angles)
+
+    def _rounded(self, positions: Tensor) -> Tensor:
+        """Positions [rows], and 0 for each row that products make up (see `rounded_up`)."""
+        rows = len(positions)
+        return F.pad(positions, (0, rounded_up(rows) - rows)) if self._rounds_up else positions
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [rows] -> hidden states [1, rows, hidden]."""
@@ -280,10 +289,9 @@ class Decoder:
     def _call(self, index: int, hidden: Tensor, rows: Rows, cache: Cache) -> Tensor:
         angles = rows.angles[self._rope.key_of(index)]
         n_rows = hidden.shape[1]
-        spare = rounded_up(n_rows) - n_rows if self._rounds_up else 0
+        spare = angles[0].shape[1] - n_rows
         if spare:  # rows of nothing, that nobody sees and that see nobody
             hidden = F.pad(hidden, (0, 0, 0, spare))
-            angles = (F.pad(angles[0], (0, 0, 0, spare)), F.pad(angles[1], (0, 0, 0, spare)))
         out: Tensor = self._layers[index](
             hidden,
             attention_mask=rows.mask,
@@ -347,7 +355,9 @@ class Decoder:
         kind = self._rope.key_of(index)
         still = identity_angles(rows.angles[kind][0])
         unrotated = self.project(index, hidden, Rows(rows.mask, {kind: still})).key
-        expected = self.rotate(index, unrotated, rows.angles).float()
+        n_rows = len(rows.mask)
+        angles = {kind: (cos[:, :n_rows], sin[:, :n_rows]) for kind, (cos, sin) in rows.angles.items()}
+        expected = self.rotate(index, unrotated, angles).float()
         error = float((expected - rotated.float()).abs().max() / rotated.float().abs().max().clamp_min(1e-9))
         if not error <= (1e-4 if self.dtype.itemsize >= 4 else 2e-2):
             raise UnsupportedModelError(

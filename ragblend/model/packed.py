@@ -143,8 +143,8 @@ def pack_linears(module: nn.Module, siblings: Sequence[Siblings] = ()) -> int:
     inside = set(module.modules())
     for parent, names in siblings:
         linears = [getattr(parent, name) for name in names]
-        alike = len({linear.bias is None for linear in linears if type(linear) is nn.Linear}) == 1
-        if parent in inside and len(linears) > 1 and alike and all(type(linear) is nn.Linear for linear in linears):
+        plain = all(type(linear) is nn.Linear for linear in linears)  # one may be packed with others already
+        if parent in inside and len(linears) > 1 and plain and len({linear.bias is None for linear in linears}) == 1:
             together = _Together(linears)
             for i, name in enumerate(names):
                 setattr(parent, name, PackedPart(together, i, linears[i]))

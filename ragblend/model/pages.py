@@ -43,15 +43,15 @@ def prefer_huge_pages(tensors: Iterable[Tensor] = ()) -> bool:
     libc = _libc()
     if libc is None or os.environ.get(SWITCH) == "0":
         return False
-    _keep_freed_memory()
+    _keep_freed_memory(libc)
     libc.free(libc.malloc(_LARGEST_ON_HEAP - 4096))  # the heap grows now, if it has to
     for start, stop in _heap():
-        _advise(libc, start, stop)
+        _advise(libc, start, stop, _MADV_HUGEPAGE)
     for tensor in tensors:
         plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if plain and tensor.nbytes > _LARGEST_ON_HEAP:
-            start, stop = _advise(libc, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-            libc.madvise(start, stop - start, _MADV_COLLAPSE)
+            start = tensor.data_ptr()
+            _advise(libc, start, start + tensor.nbytes, _MADV_HUGEPAGE, _MADV_COLLAPSE)
     return True
 
 
@@ -71,11 +71,8 @@ def _libc() -> ctypes.CDLL | None:
     return libc
 
 
-@functools.cache
-def _keep_freed_memory() -> None:
+def _keep_freed_memory(libc: ctypes.CDLL) -> None:
     """Have freed memory kept up to a limit, and the heap grow by as much at a time: addresses, no memory yet."""
-    libc = _libc()
-    assert libc is not None
     for option, value in (
         (_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP),
         (_M_TRIM_THRESHOLD, _KEPT),
@@ -97,9 +94,9 @@ def _heap() -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(stop, 16)
 
 
-def _advise(libc: ctypes.CDLL, start: int, stop: int) -> tuple[int, int]:
-    """Ask for huge pages where there is room for whole ones; gives their range."""
-    start, stop = -(-start // _HUGE) * _HUGE, max(stop, start) // _HUGE * _HUGE
+def _advise(libc: ctypes.CDLL, start: int, stop: int, *advice: int) -> None:
+    """Give the system advice on the whole huge pages between two addresses."""
+    start, stop = -(-start // _HUGE) * _HUGE, stop // _HUGE * _HUGE
     if start < stop:
-        libc.madvise(start, stop - start, _MADV_HUGEPAGE)
-    return start, max(start, stop)
+        for each in advice:
+            libc.madvise(start, stop - start, each)
