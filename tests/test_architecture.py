@@ -42,8 +42,7 @@ APPLICATIONS: dict[str, set[str]] = {
 LLAMA_INDEX_USERS = {"kb", "cli", "serve", "evaluation"}
 ONE_IMPORTER = {
     "transformers": "ragblend/model/decoder.py",
-    "diskcache": "ragblend/store/kvstore.py",
-    "safetensors": "ragblend/store/payload.py",
+    "diskcache": "ragblend/store/table.py",
 }
 SHADOWING = [
     "llama_index",

@@ -6,12 +6,9 @@
     <directory>/texts/             cache.db only: small opaque records about chunk texts
     <directory>/<name>.json        small documents, such as what calibration found
 
-diskcache is used for its index, its transactions and its LRU order. Two things are done differently from its defaults:
-
-* Nothing is ever pickled or unpickled. Unpickling a cache folder somebody else could write to runs their code.
-* A payload is written to its file first and enters the index in a transaction afterwards, so that the index is locked
-  for microseconds, not for the time a file takes. A process killed in between leaves a file no row knows; the next
-  opening of the folder removes it.
+A payload is written to its file first and enters the index in a transaction afterwards, so that the index is locked for
+microseconds, not for the time a file takes. A process killed in between leaves a file no row knows; the next opening of
+the folder removes it.
 
 No fsync: after a power cut a payload may be torn, and its checksums say so. A cache may forget, it must not lie.
 
@@ -25,11 +22,9 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
 import sqlite3
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,23 +32,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
 
-import diskcache  # type: ignore[import-untyped]
-
 from ragblend.errors import CorruptPayloadError, InvalidSettingError, StoreError, StoreFormatError, StoreFullError
-from ragblend.store import FORMAT_VERSION
-
-if sys.platform != "win32":
-    import fcntl
+from ragblend.store.folder import (
+    MARKER,
+    adding_file,
+    claim,
+    default_limit_bytes,
+    files_settled,
+    write_marker,
+    write_whole,
+)
+from ragblend.store.table import (
+    PAYLOAD_FILE,
+    LockedError,
+    PayloadFile,
+    ReadOnlyTable,
+    Table,
+    UnusableRowError,
+    sqlite_code,
+)
 
 if TYPE_CHECKING:
     from ragblend.kv import ChunkKV
     from ragblend.store.payload import PayloadReader
 
 _log = logging.getLogger(__name__)
-
-DEFAULT_SIZE_LIMIT_BYTES = 20 << 30
-"""20 GiB: about 3,000 chunks of 300 tokens of a 135M model (23 kB a token), or 500 of an 8B model (131 kB a token).
-Enough for a personal document folder, and an amount few machines miss. Never more than half of what is free."""
 
 LABEL_BYTES = 16
 """A note may begin with a label, by which `notes_labelled` finds it."""
@@ -64,18 +67,9 @@ MAX_RECORDS = 500_000
 _MAX_RECORD_BYTES = 256
 _MAX_NOTE_BYTES = 64 << 10
 _KEYS_AT_ONCE = 500  # SQLite takes about a thousand parameters a query
-_MARKER = "ragblend.json"
-_LOCK = "ragblend.lock"
-_IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
-_PAYLOAD_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 _WHERE_IS = "SELECT size, mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
 _LABEL = f"substr(value, 1, {LABEL_BYTES})"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-# SQLite itself waits this long for another process's transaction. Ours take microseconds, so that only a stopped
-# process or a very slow disk gets that far; readers then go on without updating the LRU order, writers try again.
-_BUSY_TIMEOUT_S = 2.0
-_GIVE_UP_S = 60.0
 _SETTLE_S = 5.0  # how long verify waits for a moment in which no payload file is being written
 
 
@@ -138,207 +132,6 @@ class VerifyReport:
         return not (self.bad or self.orphans or self.index_problems)
 
 
-class _File(NamedTuple):
-    """A payload file that is already written, and the note that its row carries."""
-
-    name: str
-    size_bytes: int
-    note: bytes
-
-
-class _UnusableError(StoreError):
-    """A row that is not one of ours, or whose file is gone."""
-
-
-class _Disk(diskcache.Disk):  # type: ignore[misc]
-    """Keys are str, values are files already written. Everything else is refused, in both directions."""
-
-    def __init__(self, directory: str, **settings: Any) -> None:
-        super().__init__(directory, **settings)
-        self._postponed = threading.local()
-
-    def put(self, key: object) -> tuple[str, bool]:
-        if type(key) is not str:
-            raise StoreError(f"refusing a key of type {type(key).__name__}: it would have to be pickled; use a str")
-        return key, True
-
-    def get(self, key: Any, raw: bool) -> Any:
-        if not raw:
-            raise _UnusableError("refusing to unpickle a stored key")
-        return super().get(key, raw)
-
-    def store(self, value: object, read: bool, key: object = diskcache.UNKNOWN) -> tuple[int, int, str, bytes]:
-        if not isinstance(value, _File):
-            raise StoreError(f"refusing a value of type {type(value).__name__}: it would have to be pickled")
-        return value.size_bytes, diskcache.core.MODE_BINARY, value.name, value.note
-
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
-        """The payload file's path; opening it is left to the caller, who then is sure to close it."""
-        # The name is checked, so that a planted row cannot make us open anything outside the folder.
-        if mode != diskcache.core.MODE_BINARY or not (isinstance(filename, str) and _PAYLOAD_FILE.fullmatch(filename)):
-            raise _UnusableError("the row does not point at a payload file; refusing to unpickle")
-        return os.path.join(self._directory, filename)
-
-    def remove(self, file_path: object) -> None:
-        if not (isinstance(file_path, str) and _PAYLOAD_FILE.fullmatch(file_path)):
-            return  # nor delete
-        if (postponed := getattr(self._postponed, "names", None)) is not None:
-            postponed.append(file_path)
-            return
-        with contextlib.suppress(OSError):
-            os.remove(os.path.join(self._directory, file_path))
-
-    @contextlib.contextmanager
-    def removing_afterwards(self) -> Iterator[None]:
-        """Hold removals by this thread back until the block has ended well; forget them if it raises.
-
-        In a transaction that spans several calls diskcache would remove files before the COMMIT, and a COMMIT that
-        fails would leave rows whose files are gone.
-        """
-        names: list[str] = []
-        self._postponed.names = names
-        try:
-            yield
-        finally:
-            self._postponed.names = None
-        for name in names:
-            self.remove(name)
-
-
-class _Cache(diskcache.Cache):  # type: ignore[misc]
-    """diskcache's Cache with exact eviction and with errors told apart.
-
-    It reaches for diskcache's protected `_sql`, `_con` and `_cull`: the public interface has no query, and its
-    eviction removes ten rows at a time, which empties a small store.
-    """
-
-    payload_limit_bytes: int | None = None
-
-    def __init__(self, directory: Path, *, policy: str) -> None:
-        super().__init__(
-            str(directory),
-            timeout=_BUSY_TIMEOUT_S,
-            disk=_Disk,
-            statistics=1,
-            tag_index=0,
-            eviction_policy=policy,
-            size_limit=sys.maxsize,
-            disk_min_file_size=0,
-            sqlite_cache_size=1024,
-        )
-
-    @contextlib.contextmanager
-    def writing(self, *, give_up_s: float | None = None) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """A write transaction, waited for at most give_up_s, in steps of the busy timeout; None: a minute.
-
-        diskcache's own `retry=True` would repeat for ever on any error, a read-only disk included.
-        """
-        deadline = time.monotonic() + (_GIVE_UP_S if give_up_s is None else give_up_s)
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self.disk.removing_afterwards())
-                while True:
-                    try:
-                        stack.enter_context(self.transact())
-                        break
-                    except diskcache.Timeout as timeout:
-                        cause = timeout.__context__
-                        if isinstance(cause, sqlite3.Error) and _code(cause) != sqlite3.SQLITE_BUSY:
-                            raise cause from None
-                        if time.monotonic() >= deadline:
-                            raise
-                yield self._sql
-        except BaseException:
-            # A COMMIT that fails, as on a full disk, leaves diskcache's connection inside the transaction.
-            with contextlib.suppress(sqlite3.Error):
-                if self._con.in_transaction:
-                    self._con.rollback()
-            raise
-
-    def rows(self, query: str, args: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """A read outside any write transaction: it waits for nobody."""
-        return self._sql(query, args).fetchall()  # type: ignore[no-any-return]
-
-    def insert_bytes(self, keys: Iterable[bytes], now: float) -> int:
-        """Insert keys of value 0, inside a transaction; those already there are left alone. Rows inserted."""
-        return self._con.executemany(  # type: ignore[no-any-return]
-            "INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, mode, value) VALUES (?, 1, ?, ?, ?, 0)",
-            ((key, now, now, diskcache.core.MODE_RAW) for key in keys),
-        ).rowcount
-
-    def _cull(
-        self,
-        now: float,
-        sql: Callable[..., sqlite3.Cursor],
-        cleanup: Callable[[str | None], None],
-        limit: int | None = None,
-    ) -> None:
-        """Called by set() inside its transaction: evict as few least recently used rows as it takes."""
-        limit_bytes = self.payload_limit_bytes
-        if limit_bytes is None:
-            return
-        ((size_bytes,),) = sql("SELECT value FROM Settings WHERE key = 'size'").fetchall()
-        excess = size_bytes - limit_bytes
-        doomed: list[int] = []
-        if excess > 0:
-            for rowid, size, filename in sql("SELECT rowid, size, filename FROM Cache ORDER BY access_time, rowid"):
-                doomed.append(rowid)
-                cleanup(filename)
-                excess -= size
-                if excess <= 0:
-                    break
-        for rowid in doomed:
-            sql("DELETE FROM Cache WHERE rowid = ?", (rowid,))
-        if doomed:
-            sql(
-                "INSERT INTO Settings VALUES ('evictions', ?)"
-                " ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
-                (len(doomed),),
-            )
-
-
-class _ReadOnlyCache(_Cache):
-    """The same where nothing can be written, as on a disk that is mounted read-only."""
-
-    def __init__(self, directory: Path) -> None:
-        # What diskcache's own sets, without the tables that it makes and the settings that it writes.
-        self._directory, self._timeout, self._txn_id = str(directory), _BUSY_TIMEOUT_S, None
-        self._local = threading.local()
-        self._disk = _Disk(str(directory))
-        self._con.execute("SELECT 1 FROM Cache LIMIT 1")
-
-    @property
-    def _con(self) -> sqlite3.Connection:
-        # A connection belongs to a thread, and stays behind in a forked process, as diskcache has it.
-        if getattr(self._local, "pid", None) != os.getpid():
-            self._local.pid, self._local.con = os.getpid(), self._connected()
-        con: sqlite3.Connection = self._local.con
-        return con
-
-    def _connected(self) -> sqlite3.Connection:
-        path = Path(self._directory, diskcache.core.DBNAME)
-
-        def connect(how: str) -> sqlite3.Connection:
-            uri = f"{path.as_uri()}?{how}"
-            return sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-
-        con = connect("mode=ro")
-        try:
-            con.execute("SELECT 1 FROM sqlite_master")
-        except sqlite3.OperationalError:
-            con.close()
-            log = path.with_name(f"{path.name}-wal")
-            if log.exists() and log.stat().st_size:
-                raise  # what is in the log counts
-            # SQLite cannot make the files that it shares with writers; there are no writers.
-            con = connect("immutable=1")
-        return con
-
-    def close(self) -> None:
-        super().close()
-        self._local.pid = None
-
-
 class KVStore:
     """Chunks' KV on disk, by key, within a size limit, least recently used out first.
 
@@ -374,31 +167,31 @@ class KVStore:
             raise StoreError(f"the store's path {self.directory} looks like a shell variable: choose another name")
         self._closed = False
         self._kv_directory = self.directory / "kv"
-        self._kv: _Cache
-        self._texts: _Cache
+        self._kv: Table
+        self._texts: Table
         # Asked of the system, not tried: who may write anyway, as root may, finds nothing in the way.
-        self.read_only = (self.directory / _MARKER).exists() and not os.access(self.directory, os.W_OK)
+        self.read_only = (self.directory / MARKER).exists() and not os.access(self.directory, os.W_OK)
         with self._typed_errors("open"):
-            known = _claim(self.directory, create)
-            limit = size_limit_bytes or known.size_limit_bytes or _default_limit_bytes(self.directory)
+            known = claim(self.directory, create)
+            limit = size_limit_bytes or known.size_limit_bytes or default_limit_bytes(self.directory)
             if self.read_only:
                 self.epoch, self.size_limit_bytes = known.epoch, limit
-                self._kv = _ReadOnlyCache(self._kv_directory)
-                self._texts = _ReadOnlyCache(self.directory / "texts")
+                self._kv = ReadOnlyTable(self._kv_directory)
+                self._texts = ReadOnlyTable(self.directory / "texts")
                 return
             if limit != known.size_limit_bytes or not known.epoch:
-                _write_marker(self.directory, limit, known.epoch or os.urandom(16).hex())
-                known = _claim(self.directory, create)  # another process may have been making this very store
+                write_marker(self.directory, limit, known.epoch or os.urandom(16).hex())
+                known = claim(self.directory, create)  # another process may have been making this very store
             self.epoch = known.epoch
             self.size_limit_bytes = limit
-            self._kv = _Cache(self._kv_directory, policy="least-recently-used")
+            self._kv = Table(self._kv_directory, policy="least-recently-used")
             self._kv.payload_limit_bytes = limit
             try:
                 if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
                     with self._kv.writing() as sql:
                         sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
-                self._texts = _Cache(self.directory / "texts", policy="least-recently-stored")
-                with self._files_settled(patience_s=0.0) as settled:
+                self._texts = Table(self.directory / "texts", policy="least-recently-stored")
+                with files_settled(self.directory, patience_s=0.0) as settled:
                     if settled:
                         for name in self._orphans():
                             self._kv.disk.remove(name)
@@ -434,23 +227,24 @@ class KVStore:
             self.check_writable()
             if not overwrite and (size := self._stored_bytes(key)) is not None:
                 return size
-            data = payload.encode(key, layers)
-            if len(data) > self.size_limit_bytes:
+            pieces = payload.encode(key, layers)
+            size_bytes = sum(piece.nbytes for piece in pieces)
+            if size_bytes > self.size_limit_bytes:
                 raise InvalidSettingError(
-                    f"the chunk's payload of {len(data)} bytes is larger than the store's size limit of "
+                    f"the chunk's payload of {size_bytes} bytes is larger than the store's size limit of "
                     f"{self.size_limit_bytes} bytes: raise size_limit_bytes, or make chunks smaller"
                 )
             name = f"{os.urandom(16).hex()}.safetensors"
-            with self._adding_file():
+            with adding_file(self.directory):
                 try:
-                    _write_file(self._kv_directory / name, data)
+                    _write_file(self._kv_directory / name, pieces)
                     with self._kv.writing():
                         # The token count rides along as the tag: statistics need no look into the files.
-                        self._kv.set(key, _File(name, len(data), note), tag=layers[0].n_tokens)
+                        self._kv.set(key, PayloadFile(name, size_bytes, note), tag=layers[0].n_tokens)
                 except BaseException:
                     self._kv.disk.remove(name)
                     raise
-            return len(data)
+            return size_bytes
 
     def open(self, key: str) -> PayloadReader | None:
         """The chunk's payload, open for reading; None where nothing usable is stored. See open_many."""
@@ -474,14 +268,14 @@ class KVStore:
                     opened[key] = Opened(None, "miss")
                     continue
                 try:
-                    if isinstance(file, _UnusableError):
+                    if isinstance(file, UnusableRowError):
                         raise CorruptPayloadError(key, str(file))
                     opened[key] = Opened(PayloadReader(file, key), "hit")
                 except CorruptPayloadError as error:
                     _log.warning("%s", error)
                     opened[key] = Opened(None, "corrupt")
                     # On a locked, full or read-only disk it stays, and stays corrupt.
-                    with contextlib.suppress(sqlite3.Error, diskcache.Timeout), self._kv.writing(give_up_s=0.0):
+                    with contextlib.suppress(sqlite3.Error, LockedError), self._kv.writing(give_up_s=0.0):
                         self._kv.delete(key)
         return [opened[key] for key in keys]
 
@@ -523,7 +317,7 @@ class KVStore:
         with self._typed_errors("read"):
             for key in keys:
                 for _, *where in self._kv.rows(_WHERE_IS, (key,)):
-                    with contextlib.suppress(_UnusableError):
+                    with contextlib.suppress(UnusableRowError):
                         found[key] = Path(self._kv.disk.fetch(*where, True))
         return found
 
@@ -621,7 +415,7 @@ class KVStore:
                 if progress is not None:
                     progress(done, len(rows))
             orphans: list[str] = []
-            with self._files_settled(patience_s=_SETTLE_S) as settled:
+            with files_settled(self.directory, patience_s=_SETTLE_S, read_only=self.read_only) as settled:
                 if settled:
                     orphans = self._orphans()
                     if delete_bad:
@@ -723,7 +517,7 @@ class KVStore:
         """
         with self._typed_errors("write"):
             self.check_writable()
-            _replace(self._document_path(name), json.dumps(content) + "\n")
+            write_whole(self._document_path(name), json.dumps(content) + "\n")
 
     def documents(self, prefix: str) -> dict[str, dict[str, Any]]:
         """All documents whose names begin so, by name."""
@@ -762,7 +556,7 @@ class KVStore:
             raise StoreError(f"the store in {self.directory} is closed: open it again")
         try:
             yield
-        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+        except (OSError, sqlite3.Error, LockedError) as error:
             raise self._translated(error, verb) from error
 
     def _translated(self, error: BaseException, verb: str) -> StoreError:
@@ -771,7 +565,7 @@ class KVStore:
         while link is not None and link not in chain:
             chain.append(link)
             link = link.__cause__ or link.__context__
-        codes = {_code(link) for link in chain}
+        codes = {sqlite_code(link) for link in chain}
         full = sqlite3.SQLITE_FULL in codes or any(isinstance(e, OSError) and e.errno in _FULL for e in chain)
         # Without room for its log, SQLite cannot even open a database, and says "disk I/O error".
         if full or (codes & {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN} and _free_bytes(self.directory) < 1 << 20):
@@ -784,7 +578,7 @@ class KVStore:
                 f"the index of the store in {self.directory} is damaged ({error}): delete the folders kv and texts in "
                 "it and ingest again"
             )
-        if isinstance(error, diskcache.Timeout) or codes & {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+        if isinstance(error, LockedError) or codes & {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
             return StoreError(
                 f"the store in {self.directory} stayed locked by another process: look for one that hangs, and try "
                 "again"
@@ -797,14 +591,14 @@ class KVStore:
     def _stored_bytes(self, key: str) -> int | None:
         """Size of the payload stored under the key; None where it is missing or not whole."""
         for size, *where in self._kv.rows(_WHERE_IS, (key,)):
-            with contextlib.suppress(OSError, _UnusableError):
+            with contextlib.suppress(OSError, UnusableRowError):
                 if os.path.getsize(self._kv.disk.fetch(*where, True)) == size:
                     return int(size)
         return None
 
-    def _files(self, keys: Sequence[str]) -> dict[str, BinaryIO | _UnusableError | None]:
+    def _files(self, keys: Sequence[str]) -> dict[str, BinaryIO | UnusableRowError | None]:
         """Per key the open payload file, None where nothing is stored, or why what is stored cannot be used."""
-        found: dict[str, BinaryIO | _UnusableError | None] = {}
+        found: dict[str, BinaryIO | UnusableRowError | None] = {}
         touched = False
         try:
             if not self.read_only:
@@ -813,7 +607,7 @@ class KVStore:
                         for key in keys:
                             found[key] = self._file(key, touch=True)
                     touched = True
-                except (sqlite3.Error, diskcache.Timeout) as error:
+                except (sqlite3.Error, LockedError) as error:
                     # Locked, full or read-only since: what is stored can be read all the same.
                     why = error or "it is locked"
                     _log.warning("reading %s without updating its LRU order: %s", self.directory, why)
@@ -823,12 +617,12 @@ class KVStore:
                         found[key] = self._file(key, touch=False)
         except BaseException:
             for file in found.values():
-                if file is not None and not isinstance(file, _UnusableError):
+                if file is not None and not isinstance(file, UnusableRowError):
                     file.close()
             raise
         return found
 
-    def _file(self, key: str, *, touch: bool) -> BinaryIO | _UnusableError | None:
+    def _file(self, key: str, *, touch: bool) -> BinaryIO | UnusableRowError | None:
         # Inside a transaction a row's file is there, or lost for good. Outside, it may have been evicted or replaced
         # between the SELECT and the opening, so one more look tells.
         for last in (True,) if touch else (False, True):
@@ -842,49 +636,17 @@ class KVStore:
                 return None if path is None else open(path, "rb", buffering=0)
             except FileNotFoundError:
                 if last:
-                    return _UnusableError("the payload file is gone")
-            except _UnusableError as error:
+                    return UnusableRowError("the payload file is gone")
+            except UnusableRowError as error:
                 return error
             except OSError as error:
                 _log.warning("cannot open payload %s, it counts as a miss: %s", key[:16], error)
                 return None
         raise AssertionError("the last look returns")
 
-    @contextlib.contextmanager
-    def _adding_file(self) -> Iterator[None]:
-        """Held while a file is on disk whose row is not committed yet, so that nobody takes it for an orphan.
-
-        The system releases the lock when the process dies, however it dies.
-        """
-        if sys.platform == "win32":
-            yield
-            return
-        with open(self.directory / _LOCK, "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            yield
-
-    @contextlib.contextmanager
-    def _files_settled(self, patience_s: float) -> Iterator[bool]:
-        """True while no file is being added anywhere; False where that could not be had within patience_s."""
-        if sys.platform == "win32":
-            yield False
-            return
-        deadline = time.monotonic() + patience_s
-        with open(self.directory / _LOCK, "rb" if self.read_only else "ab") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        yield False
-                        return
-                    time.sleep(0.005)
-            yield True
-
     def _orphans(self) -> list[str]:
         """Payload files no row knows. Files are listed first: what is added later cannot be mistaken for one."""
-        names = [name for name in os.listdir(self._kv_directory) if _PAYLOAD_FILE.fullmatch(name)]
+        names = [name for name in os.listdir(self._kv_directory) if PAYLOAD_FILE.fullmatch(name)]
         known = {name for (name,) in self._kv.rows("SELECT filename FROM Cache WHERE filename IS NOT NULL")}
         # Those that were deleted or evicted since are no orphans.
         return sorted(name for name in names if name not in known and (self._kv_directory / name).exists())
@@ -916,17 +678,11 @@ class KVStore:
                     return f"the file has {reader.nbytes} bytes, the index says {size}"
                 for layer in range(reader.n_layers):
                     reader.read_layer_kv(layer)
-        except (_UnusableError, CorruptPayloadError) as error:
+        except (UnusableRowError, CorruptPayloadError) as error:
             return str(error)
         except OSError as error:
             return f"cannot be opened: {error}"
         return ""
-
-
-def _code(error: BaseException) -> int | None:
-    """SQLite's primary result code; Python's own errors of the module have none."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code & 0xFF if isinstance(code, int) else None
 
 
 def _free_bytes(directory: Path) -> int:
@@ -936,63 +692,8 @@ def _free_bytes(directory: Path) -> int:
         return sys.maxsize
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, pieces: Iterable[memoryview]) -> None:
     with open(path, "xb", buffering=0) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
-
-
-class _Marker(NamedTuple):
-    size_limit_bytes: int | None
-    epoch: str
-
-
-def _claim(directory: Path, create: bool) -> _Marker:
-    """Make sure the folder is a store of our format, or may become one. What its marker says, as far as it does."""
-    if not directory.exists() and not create:
-        raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
-    if directory.exists() and not directory.is_dir():
-        raise StoreFormatError(f"{directory} is a file: choose a folder for the store")
-    if create:
-        directory.mkdir(parents=True, exist_ok=True)
-    marker = directory / _MARKER
-    names = [name for name in os.listdir(directory) if not _IGNORED.fullmatch(name)]
-    if not marker.exists():
-        if names and not marker.exists():  # asked twice: another process may be making this very store
-            raise StoreFormatError(
-                f"{directory} is not empty and not a ragblend store (no {_MARKER}): choose another folder"
-            )
-        if not create:
-            raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
-        return _Marker(None, "")
-    try:
-        note = json.loads(marker.read_bytes())
-        version, limit, epoch = note["format"], note.get("size_limit_bytes"), note.get("epoch")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise StoreFormatError(f"{marker} is not readable: choose another folder, or delete this one") from None
-    if version != FORMAT_VERSION:
-        raise StoreFormatError(
-            f"the store in {directory} has format {version!r:.20}, this version of ragblend uses {FORMAT_VERSION}: "
-            "choose another folder, or delete this one and ingest again"
-        )
-    return _Marker(limit if type(limit) is int and limit > 0 else None, epoch if isinstance(epoch, str) else "")
-
-
-def _write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
-    note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
-    _replace(directory / _MARKER, json.dumps(note) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _default_limit_bytes(directory: Path) -> int:
-    return max(1, min(DEFAULT_SIZE_LIMIT_BYTES, shutil.disk_usage(directory).free // 2))
+        for rest in pieces:
+            while rest:  # the system may take less than it is given
+                rest = rest[file.write(rest) :]

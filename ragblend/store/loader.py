@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ragblend.errors import CorruptPayloadError, RagBlendError
 from ragblend.kv import LayerKV, LayerShape
-from ragblend.store.payload import PayloadReader
+from ragblend.store.payload import PayloadReader, Target
 
 PREFETCH_BYTES = 256 << 20
 """What one prefetch reads at most; more than the page cache spares would only drive out what came first."""
@@ -48,6 +48,7 @@ class _Buffers:
         self.device = tuple(torch.empty_like(part, device=device) for part in self.host) if cuda else self.host
         self.copied = torch.cuda.Event() if cuda else None
         self.consumed = torch.cuda.Event() if cuda else None
+        self.targets: dict[LayerShape, list[Target | LayerKV]] = {}
 
     def views(self, where: tuple[Tensor, ...], shape: LayerShape, n_tokens: int) -> LayerKV:
         """The front of the buffers as key [kv_heads, tokens, key_dim] and value [kv_heads, tokens, value_dim]."""
@@ -240,22 +241,33 @@ class LayerLoader:
 
     def _fill(self, buffers: _Buffers, index: int) -> bool:
         """Read one layer of every payload into the host buffers; False where the loader was closed meanwhile."""
-        whole = buffers.views(buffers.host, self._shapes[index], self.n_tokens)
-        start = 0
-        for reader, tokens in zip(self._readers, self._tokens, strict=True):
+        for reader, target in zip(self._readers, self._targets(buffers, index), strict=True):
             if self._stop.is_set():
                 return False
-            stop = start + tokens
-            key, value = whole.key[:, start:stop], whole.value[:, start:stop]
-            if reader.dtype == self._dtype and tokens == reader.n_tokens:
-                self.bytes_read += reader.read_layer(index, key, value)
-            else:
-                stored = reader.read_layer_kv(index)
-                key.copy_(stored.key[:, :tokens])
-                value.copy_(stored.value[:, :tokens])
-                self.bytes_read += stored.key.nbytes + stored.value.nbytes
-            start = stop
+            if isinstance(target, Target):
+                self.bytes_read += reader.read_layer(index, target)
+                continue
+            stored = reader.read_layer_kv(index)
+            for part, wanted in zip(stored, target, strict=True):
+                wanted.copy_(part[:, : wanted.shape[1]])
+                self.bytes_read += part.nbytes
         return True
+
+    def _targets(self, buffers: _Buffers, index: int) -> list[Target | LayerKV]:
+        """Where each payload's part of a layer goes. A LayerKV is for those that cannot be read there as they are."""
+        shape = self._shapes[index]
+        if shape not in buffers.targets:
+            whole = buffers.views(buffers.host, shape, self.n_tokens)
+            targets: list[Target | LayerKV] = []
+            start = 0
+            for reader, tokens in zip(self._readers, self._tokens, strict=True):
+                stop = start + tokens
+                part = LayerKV(whole.key[:, start:stop], whole.value[:, start:stop])
+                as_it_is = reader.dtype == self._dtype and tokens == reader.n_tokens
+                targets.append(reader.target(index, *part) if as_it_is else part)
+                start = stop
+            buffers.targets[shape] = targets
+        return buffers.targets[shape]
 
     def _send(self, buffers: _Buffers, index: int) -> None:
         """On CUDA, queue the copy to the device behind the last use of the device buffers."""

@@ -7,12 +7,16 @@ The header's only metadata entry is a small JSON text: format version, key, toke
 checksum a tensor, so that a layer is verified when it alone is read, and one seal over everything the header says, so
 that a damaged header, or a payload found under another chunk's key, is never believed. One metadata entry, because
 safetensors writes several in random order and equal tensors must give equal bytes.
+
+A payload is written piece by piece from where the tensors lie, and read to where they are wanted: the library would
+first make one bytes object of it, and fresh memory for that takes longer than writing.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import os
 import threading
@@ -23,7 +27,6 @@ from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import torch
 import xxhash
-from safetensors.torch import save
 from torch import Tensor
 
 from ragblend.errors import CorruptPayloadError, InvalidSettingError
@@ -32,9 +35,12 @@ from ragblend.store import FORMAT_VERSION
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA_ENTRY = "__metadata__"  # safetensors' own name for it
 _METADATA = "ragblend"
+_ALIGNMENT = 8  # of a safetensors header's end
 _DIGEST_BYTES = 16
 _MAX_HEADER_BYTES = 4 << 20  # ~200 B a layer are needed; more is a damaged length, and must not become an allocation
+_KEPT_HEADERS = 256  # of ~10 kB; the same chunks come again and again, and checking one takes half a millisecond
 _MAX_IOVECS = 1024  # Linux and macOS refuse longer scatter lists
 
 _T = TypeVar("_T")
@@ -47,12 +53,22 @@ class _Header(NamedTuple):
     digests: tuple[bytes, ...]  # key, value, key, value, ... in file order
 
 
+class Target(NamedTuple):
+    """Memory that layers of one shape are read into: as byte arrays, in the order of the file's bytes."""
+
+    shape: LayerShape
+    key: list[memoryview]
+    value: list[memoryview]
+
+
 class _DamagedError(Exception):
     """Why a header cannot be believed; becomes CorruptPayloadError where the key is known."""
 
 
-def encode(key: str, layers: ChunkKV) -> bytes:
-    """The payload of one chunk. Equal key and tensors give equal bytes.
+def encode(key: str, layers: ChunkKV) -> list[memoryview]:
+    """The payload of one chunk, in pieces to be written one behind the other. Equal key and tensors give equal bytes.
+
+    The pieces lie where the tensors do, wherever these are contiguous on the CPU: nothing is copied.
 
     Args:
         key: the chunk key the payload is stored under; reading it under another key fails.
@@ -64,23 +80,23 @@ def encode(key: str, layers: ChunkKV) -> bytes:
         InvalidSettingError: no layers, no tokens, or shapes and dtypes that do not fit together.
     """
     shapes, n_tokens, dtype = _check(layers)
-    width = max(3, len(str(len(layers) - 1)))
-    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Any] = {_METADATA_ENTRY: {}}
+    pieces: list[memoryview] = []
     digests: list[bytes] = []
-    storages: set[int] = set()
+    stop = 0
     for index, layer in enumerate(layers):
-        for name, source in (("key", layer.key), ("value", layer.value)):
-            tensor = source.detach().to("cpu").contiguous()
-            # safetensors refuses tensors that share memory, which parts of one fused projection do.
-            if (storage := tensor.untyped_storage().data_ptr()) in storages:
-                tensor = tensor.clone()
-                storage = tensor.untyped_storage().data_ptr()
-            storages.add(storage)
-            tensors[f"{index:0{width}d}.{name}"] = tensor
-            digests.append(xxhash.xxh3_128_digest(tensor.view(torch.uint8).numpy().data))
+        for name, tensor in zip(_names(index, len(layers)), layer, strict=True):
+            raw = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().reshape(-1).data
+            start, stop = stop, stop + raw.nbytes
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+            digests.append(xxhash.xxh3_128_digest(raw))
+            pieces.append(raw)
     checks = _seal(key, _Header(n_tokens, dtype, shapes, tuple(digests))) + b"".join(digests)
     note = {"format": FORMAT_VERSION, "key": key, "tokens": n_tokens, "xxh3": base64.b64encode(checks).decode()}
-    return save(tensors, metadata={_METADATA: json.dumps(note, separators=(",", ":"))})
+    entries[_METADATA_ENTRY][_METADATA] = json.dumps(note, separators=(",", ":"))
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return [memoryview(len(header).to_bytes(8, "little") + header), *pieces]
 
 
 class PayloadReader:
@@ -132,8 +148,8 @@ class PayloadReader:
             self._offsets.append(start)
             start += sum(_tensor_bytes(shape, self.n_tokens, self.dtype))
 
-    def read_layer(self, layer: int, key_out: Tensor, value_out: Tensor) -> int:
-        """Read one layer straight into the caller's memory, verify it, and return the bytes read.
+    def target(self, layer: int, key_out: Tensor, value_out: Tensor) -> Target:
+        """The caller's memory, taken apart for `read_layer`: once for all layers of a shape, as it takes its time.
 
         Args:
             layer: 0..n_layers-1.
@@ -142,22 +158,37 @@ class PayloadReader:
                 range of a longer buffer does.
 
         Raises:
-            CorruptPayloadError: the bytes are not the ones that were stored; the tensors then hold garbage.
             IndexError: no such layer.
-            ValueError: the tensors do not fit this layer, or the reader is closed.
+            ValueError: the tensors do not fit this layer.
+        """
+        shape = self._shape_of(layer)
+        return Target(
+            shape,
+            self._parts(key_out, shape.kv_heads, shape.key_dim),
+            self._parts(value_out, shape.kv_heads, shape.value_dim),
+        )
+
+    def read_layer(self, layer: int, target: Target) -> int:
+        """Read one layer straight into the caller's memory, verify it, and return the bytes read.
+
+        Args:
+            layer: 0..n_layers-1.
+            target: from this reader's `target`, for this layer or another one of its shape.
+
+        Raises:
+            CorruptPayloadError: the bytes are not the ones that were stored; the memory then holds garbage.
+            IndexError: no such layer.
+            ValueError: the target is for layers of another shape, or the reader is closed.
         """
         if not self._close.alive:
             raise ValueError(f"the reader of payload {self.key[:16]} is closed")
-        if not 0 <= layer < self.n_layers:
-            raise IndexError(f"layer {layer} of a payload of {self.n_layers} layers")
-        shape = self.shapes[layer]
-        key_parts = self._parts(key_out, shape.kv_heads, shape.key_dim)
-        value_parts = self._parts(value_out, shape.kv_heads, shape.value_dim)
+        if (shape := self._shape_of(layer)) != target.shape:
+            raise ValueError(f"the target is for layers of {target.shape}; layer {layer} is of {shape}")
         size = sum(_tensor_bytes(shape, self.n_tokens, self.dtype))
-        self._read_into([*key_parts, *value_parts], self._offsets[layer], size, layer)
+        self._read_into([*target.key, *target.value], self._offsets[layer], size, layer)
         for parts, digest, name in (
-            (key_parts, self._digests[2 * layer], "key"),
-            (value_parts, self._digests[2 * layer + 1], "value"),
+            (target.key, self._digests[2 * layer], "key"),
+            (target.value, self._digests[2 * layer + 1], "value"),
         ):
             if _digest(parts) != digest:
                 raise CorruptPayloadError(self.key, f"checksum of layer {layer}'s {name} does not match")
@@ -165,12 +196,10 @@ class PayloadReader:
 
     def read_layer_kv(self, layer: int) -> LayerKV:
         """One layer in tensors of its own; see read_layer, which says what is raised."""
-        if not 0 <= layer < self.n_layers:
-            raise IndexError(f"layer {layer} of a payload of {self.n_layers} layers")
-        shape = self.shapes[layer]
+        shape = self._shape_of(layer)
         key = torch.empty((shape.kv_heads, self.n_tokens, shape.key_dim), dtype=self.dtype)
         value = torch.empty((shape.kv_heads, self.n_tokens, shape.value_dim), dtype=self.dtype)
-        self.read_layer(layer, key, value)
+        self.read_layer(layer, self.target(layer, key, value))
         return LayerKV(key, value)
 
     def close(self) -> None:
@@ -192,6 +221,11 @@ class PayloadReader:
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"PayloadReader({self.key[:16]}, {self.n_tokens} tokens, {self.n_layers} layers{state})"
+
+    def _shape_of(self, layer: int) -> LayerShape:
+        if not 0 <= layer < self.n_layers:
+            raise IndexError(f"layer {layer} of a payload of {self.n_layers} layers")
+        return self.shapes[layer]
 
     def _parts(self, tensor: Tensor, kv_heads: int, dim: int) -> list[memoryview]:
         """The tensor's memory as byte arrays, in the order of the file's bytes."""
@@ -269,6 +303,12 @@ def _digest(parts: Sequence[memoryview]) -> bytes:
     return hasher.digest()
 
 
+def _names(layer: int, n_layers: int) -> tuple[str, str]:
+    """What a layer's tensors are called: in the order of their names they are in the order of the layers."""
+    width = max(3, len(str(n_layers - 1)))
+    return f"{layer:0{width}d}.key", f"{layer:0{width}d}.value"
+
+
 def _tensor_bytes(shape: LayerShape, n_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of one layer's key and of its value."""
     per_dim = shape.kv_heads * n_tokens * dtype.itemsize
@@ -304,11 +344,12 @@ def _check(layers: ChunkKV) -> tuple[tuple[LayerShape, ...], int, torch.dtype]:
     return tuple(shapes), n_tokens, dtype
 
 
+@functools.lru_cache(_KEPT_HEADERS)
 def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     """What the header says, once everything in it has been checked against itself, the key and the file size."""
     try:
         entries = json.loads(text.decode("utf-8"))
-        note = json.loads(_field(_field(entries, "__metadata__", dict), _METADATA, str))
+        note = json.loads(_field(_field(entries, _METADATA_ENTRY, dict), _METADATA, str))
         checks = base64.b64decode(_field(note, "xxh3", str), validate=True)
     except (ValueError, RecursionError, binascii.Error) as error:  # ValueError: JSON, UTF-8, oversized numbers
         raise _DamagedError(f"header is not readable: {error}") from None
@@ -320,11 +361,10 @@ def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     n_layers, odd = divmod(len(entries) - 1, 2)
     if odd or n_layers < 1 or len(checks) != _DIGEST_BYTES * (1 + 2 * n_layers):
         raise _DamagedError(f"{len(entries) - 1} tensors with {len(checks)} bytes of checksums")
-    width = max(3, len(str(n_layers - 1)))
     shapes, position, dtype_names = [], 0, set()
     for layer in range(n_layers):
         dims = []
-        for name in (f"{layer:0{width}d}.key", f"{layer:0{width}d}.value"):
+        for name in _names(layer, n_layers):
             entry = _field(entries, name, dict)
             dtype_names.add(dtype_name := _field(entry, "dtype", str))
             if dtype_name not in _DTYPES or len(dtype_names) > 1:

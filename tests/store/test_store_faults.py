@@ -80,8 +80,8 @@ def assert_whole(store: KVStore, make_chunk) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_no_space_for_the_payload(store, make_chunk, monkeypatch, code):
-    def half(path, data):
-        path.write_bytes(data[: len(data) // 2])
+    def half(path, pieces):
+        path.write_bytes(b"".join(pieces[: len(pieces) // 2]))
         raise OSError(code, os.strerror(code), str(path))
 
     with monkeypatch.context() as patch:
@@ -291,8 +291,8 @@ def put_and_hang(pipe):
         os.write(pipe, b"!")
         time.sleep(60)
 
-    def half(path, data):
-        path.write_bytes(data[: len(data) // 2])
+    def half(path, pieces):
+        path.write_bytes(b"".join(pieces[: len(pieces) // 2]))
         hang()
 
     store = KVStore(directory)

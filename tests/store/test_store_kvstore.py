@@ -17,7 +17,7 @@ import torch
 
 from ragblend.errors import InvalidSettingError, StoreError, StoreFormatError
 from ragblend.kv import LayerKV
-from ragblend.store import kvstore
+from ragblend.store import folder, kvstore, table
 from ragblend.store.kvstore import KVStore, Opened
 
 PAYLOAD_BYTES = 15_500  # about, for the chunks of `big`
@@ -330,7 +330,7 @@ def test_a_chunk_larger_than_the_limit_is_refused(tmp_path, big):
 def test_the_limit_is_remembered(tmp_path):
     directory = tmp_path / "store"
     with KVStore(directory) as store:
-        assert 0 < store.size_limit_bytes <= kvstore.DEFAULT_SIZE_LIMIT_BYTES
+        assert 0 < store.size_limit_bytes <= folder.DEFAULT_SIZE_LIMIT_BYTES
     with KVStore(directory, size_limit_bytes=12345):
         pass
     with KVStore(directory) as store:
@@ -712,7 +712,7 @@ def test_a_reader_does_not_wait_for_a_writer_nor_a_writer_for_a_reader(store, bi
 
 
 def test_a_lock_that_stays_is_survived_by_readers_and_named_to_writers(tmp_path, big, monkeypatch):
-    monkeypatch.setattr(kvstore, "_BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(table, "_BUSY_TIMEOUT_S", 0.05)
     with KVStore(tmp_path) as store:
         store.put("a", big(1))
         holder = sqlite3.connect(tmp_path / "kv" / "cache.db", isolation_level=None)
@@ -723,7 +723,7 @@ def test_a_lock_that_stays_is_survived_by_readers_and_named_to_writers(tmp_path,
             assert time.perf_counter() - began < 1.0
             assert opened[1].status == "miss"
             assert holds(opened[0], big(1))
-            monkeypatch.setattr(kvstore, "_GIVE_UP_S", 0.2)
+            monkeypatch.setattr(table, "_GIVE_UP_S", 0.2)
             for write in (lambda: store.put("b", big(2)), lambda: store.delete("a")):
                 with pytest.raises(StoreError, match="locked by another process"):
                     write()

@@ -194,10 +194,10 @@ def test_a_slow_consumer_does_not_wait(readers, monkeypatch):
 def fail_at(monkeypatch, layer: int, error: BaseException) -> None:
     read = PayloadReader.read_layer
 
-    def failing(self, index, key, value):
+    def failing(self, index, target):
         if index == layer:
             raise error
-        return read(self, index, key, value)
+        return read(self, index, target)
 
     monkeypatch.setattr(PayloadReader, "read_layer", failing)
 

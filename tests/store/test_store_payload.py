@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from ragblend.errors import CorruptPayloadError, InvalidSettingError
 from ragblend.kv import LayerKV, LayerShape
 from ragblend.store import payload
-from ragblend.store.payload import PayloadReader, encode
+from ragblend.store.payload import PayloadReader
 
 KEY = "5eed" * 16
 
@@ -25,6 +25,10 @@ def reader_of(tmp_path: Path, data: bytes, key: str = KEY) -> PayloadReader:
     path = tmp_path / "payload"
     path.write_bytes(data)
     return PayloadReader(open(path, "rb", buffering=0), key)
+
+
+def encode(key, layers) -> bytes:
+    return b"".join(payload.encode(key, layers))
 
 
 def assert_same(reader: PayloadReader, layers: list[LayerKV]) -> None:
@@ -78,7 +82,7 @@ def test_many_heads_need_several_scatter_lists(tmp_path, make_chunk):
     (layer,) = make_chunk(kv_heads=1500, n_tokens=2, n_layers=1)
     with reader_of(tmp_path, encode(KEY, [layer])) as reader:
         key, value = torch.zeros(1500, 3, 8, dtype=torch.bfloat16), torch.zeros(1500, 3, 4, dtype=torch.bfloat16)
-        reader.read_layer(0, key[:, 1:], value[:, :2])
+        reader.read_layer(0, reader.target(0, key[:, 1:], value[:, :2]))
         assert torch.equal(key[:, 1:], layer.key)
         assert torch.equal(value[:, :2], layer.value)
 
@@ -101,7 +105,7 @@ def test_partial_reads_are_continued(tmp_path, make_chunk, monkeypatch, at_most)
     monkeypatch.setattr(os, "preadv", some)
     with reader_of(tmp_path, encode(KEY, layers)) as reader:
         key, value = torch.zeros(2, 9, 8, dtype=torch.bfloat16), torch.zeros(2, 9, 4, dtype=torch.bfloat16)
-        reader.read_layer(1, key[:, 2:], value[:, 2:])
+        reader.read_layer(1, reader.target(1, key[:, 2:], value[:, 2:]))
         assert torch.equal(key[:, 2:], layers[1].key)
         assert torch.equal(value[:, 2:], layers[1].value)
 
@@ -110,7 +114,7 @@ def test_reads_into_the_token_range_and_nowhere_else(tmp_path, make_chunk):
     layers = make_chunk()
     with reader_of(tmp_path, encode(KEY, layers)) as reader:
         key, value = torch.full((2, 20, 8), 7.0).bfloat16(), torch.full((2, 20, 4), 7.0).bfloat16()
-        got = reader.read_layer(2, key[:, 5:12], value[:, 5:12])
+        got = reader.read_layer(2, reader.target(2, key[:, 5:12], value[:, 5:12]))
         assert got == layers[2].key.nbytes + layers[2].value.nbytes
         for whole, part in ((key, layers[2].key), (value, layers[2].value)):
             assert torch.equal(whole[:, 5:12], part)
@@ -130,16 +134,16 @@ def test_wrong_targets_and_layers_are_refused(tmp_path, make_chunk):
             torch.empty(2, 7, 16).bfloat16()[:, :, ::2],
         ):
             with pytest.raises(ValueError, match=r"CPU tensor|contiguous"):
-                reader.read_layer(0, bad_key, value)
+                reader.read_layer(0, reader.target(0, bad_key, value))
         for layer in (-1, 3):
             with pytest.raises(IndexError):
-                reader.read_layer(layer, key, value)
+                reader.read_layer(layer, reader.target(layer, key, value))
             with pytest.raises(IndexError):
                 reader.read_layer_kv(layer)
     assert reader.closed
     reader.close()
     with pytest.raises(ValueError, match="closed"):
-        reader.read_layer(0, key, value)
+        reader.read_layer(0, reader.target(0, key, value))
 
 
 def test_equal_tensors_give_equal_bytes(make_chunk):
@@ -163,6 +167,22 @@ def test_safetensors_reads_it_in_layer_order(make_chunk):
         *(f"{index:03d}.{part}" for index in range(3) for part in ("key", "value")),
     ]
     assert torch.equal(tensors["002.value"], layers[2].value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n_tokens", [1, 7, 300])
+def test_the_bytes_are_those_that_safetensors_writes(make_chunk, dtype, n_tokens):
+    data = encode(KEY, make_chunk(n_tokens=n_tokens, dtype=dtype))
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert data == save(load(data), metadata=header["__metadata__"])
+
+
+def test_nothing_is_copied(make_chunk):
+    layers = make_chunk()
+    pieces = payload.encode(KEY, layers)[1:]
+    layers[1].value.zero_()
+    assert not any(pieces[3])
+    assert any(pieces[1])
 
 
 def test_malformed_kv_is_refused(make_chunk):

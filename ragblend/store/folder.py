@@ -1,0 +1,122 @@
+"""What makes a folder a store: its marker, its size limit, and a lock for files on their way into the index.
+
+<directory>/ragblend.json      format, the size limit the store was made with, and its epoch
+<directory>/ragblend.lock      held shared while a payload file is on its way into the index
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ragblend.errors import StoreError, StoreFormatError
+from ragblend.store import FORMAT_VERSION
+
+if sys.platform != "win32":
+    import fcntl
+
+DEFAULT_SIZE_LIMIT_BYTES = 20 << 30
+"""20 GiB: about 3,000 chunks of 300 tokens of a 135M model (23 kB a token), or 500 of an 8B model (131 kB a token).
+Enough for a personal document folder, and an amount few machines miss. Never more than half of what is free."""
+
+MARKER = "ragblend.json"
+_LOCK = "ragblend.lock"
+_IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
+
+
+class Marker(NamedTuple):
+    size_limit_bytes: int | None
+    epoch: str
+
+
+def claim(directory: Path, create: bool) -> Marker:
+    """Make sure the folder is a store of our format, or may become one. What its marker says, as far as it does."""
+    if not directory.exists() and not create:
+        raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
+    if directory.exists() and not directory.is_dir():
+        raise StoreFormatError(f"{directory} is a file: choose a folder for the store")
+    if create:
+        directory.mkdir(parents=True, exist_ok=True)
+    marker = directory / MARKER
+    names = [name for name in os.listdir(directory) if not _IGNORED.fullmatch(name)]
+    if not marker.exists():
+        if names and not marker.exists():  # asked twice: another process may be making this very store
+            raise StoreFormatError(
+                f"{directory} is not empty and not a ragblend store (no {MARKER}): choose another folder"
+            )
+        if not create:
+            raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
+        return Marker(None, "")
+    try:
+        note = json.loads(marker.read_bytes())
+        version, limit, epoch = note["format"], note.get("size_limit_bytes"), note.get("epoch")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise StoreFormatError(f"{marker} is not readable: choose another folder, or delete this one") from None
+    if version != FORMAT_VERSION:
+        raise StoreFormatError(
+            f"the store in {directory} has format {version!r:.20}, this version of ragblend uses {FORMAT_VERSION}: "
+            "choose another folder, or delete this one and ingest again"
+        )
+    return Marker(limit if type(limit) is int and limit > 0 else None, epoch if isinstance(epoch, str) else "")
+
+
+def write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
+    note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
+    write_whole(directory / MARKER, json.dumps(note) + "\n")
+
+
+def default_limit_bytes(directory: Path) -> int:
+    return max(1, min(DEFAULT_SIZE_LIMIT_BYTES, shutil.disk_usage(directory).free // 2))
+
+
+@contextlib.contextmanager
+def adding_file(directory: Path) -> Iterator[None]:
+    """Held while a file is on disk whose row is not committed yet, so that nobody takes it for an orphan.
+
+    The system releases the lock when the process dies, however it dies.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    with open(directory / _LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
+def files_settled(directory: Path, *, patience_s: float, read_only: bool = False) -> Iterator[bool]:
+    """True while no file is being added anywhere; False where that could not be had within patience_s."""
+    if sys.platform == "win32":
+        yield False
+        return
+    deadline = time.monotonic() + patience_s
+    with open(directory / _LOCK, "rb" if read_only else "ab") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    yield False
+                    return
+                time.sleep(0.005)
+        yield True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
