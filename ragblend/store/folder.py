@@ -1,7 +1,7 @@
-"""What makes a folder a store: its marker, its size limit, and a lock for files on their way into the index.
+"""What makes a folder a store: its marker, its size limit, and the lock for files on their way into the index.
 
-<directory>/ragblend.json      format, the size limit the store was made with, and its epoch
-<directory>/ragblend.lock      held shared while a payload file is on its way into the index
+The marker says the format, the size limit that the store was last opened with, and its epoch. The lock is held shared
+while a payload file is written and its row is not committed yet.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _IGNORED = re.compile(r"\.ragblend\.json\..*|lost\+found|\.DS_Store")
 
 
 class Marker(NamedTuple):
+    """What the marker says; size_limit_bytes None and epoch "" where it does not, or is missing."""
+
     size_limit_bytes: int | None
     epoch: str
 

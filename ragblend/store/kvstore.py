@@ -1,6 +1,6 @@
 """The folder of stored chunks: verbs over two diskcache tables.
 
-    <directory>/ragblend.json      format marker, and the size limit the store was made with
+    <directory>/ragblend.json      marker: format, size limit, epoch (see folder.py)
     <directory>/ragblend.lock      held shared while a payload file is on its way into the index
     <directory>/kv/                cache.db (SQLite) and one <random>.safetensors a chunk
     <directory>/texts/             cache.db only: small opaque records about chunk texts
@@ -150,7 +150,7 @@ class KVStore:
         Args:
             directory: a folder of its own; missing and empty ones are made into a store.
             size_limit_bytes: payload bytes to keep at most. None: what the store was last opened with, and for a
-                new one the smaller of DEFAULT_SIZE_LIMIT_BYTES and half of the disk's free space.
+                new one the smaller of folder.DEFAULT_SIZE_LIMIT_BYTES and half of the disk's free space.
             create: whether to make a store where there is none.
 
         Raises:
@@ -209,7 +209,7 @@ class KVStore:
 
         Args:
             key: the chunk key.
-            layers: one LayerKV a layer, see payload.encode.
+            layers: one LayerKV a layer, see payload.encode; unchanged until this returns.
             note: some bytes kept in the index beside it, for `notes`.
 
         Raises:

@@ -40,7 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Buffers:
-    """One of the two buffer sets: flat, so that layers of different shapes fit. On CPU, device is host."""
+    """One of the two buffer sets: flat, so that layers of different shapes fit. On CPU, device is host.
+
+    targets: by layer shape, where each payload's part goes; made and used by the thread only.
+    """
 
     def __init__(self, key_numel: int, value_numel: int, dtype: torch.dtype, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -214,6 +217,7 @@ class LayerLoader:
         if buffers.consumed is not None:
             buffers.consumed.record(torch.cuda.current_stream(self._device))
 
+    @torch.inference_mode()  # as a consumer may be, whose buffers then are of this kind
     def _run(self) -> None:
         try:
             self._load_all()
@@ -276,8 +280,8 @@ class LayerLoader:
         shape = self._shapes[index]
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(buffers.consumed)
-            targets = buffers.views(buffers.device, shape, self.n_tokens)
-            for target, source in zip(targets, buffers.views(buffers.host, shape, self.n_tokens), strict=True):
+            wanted = buffers.views(buffers.device, shape, self.n_tokens)
+            for target, source in zip(wanted, buffers.views(buffers.host, shape, self.n_tokens), strict=True):
                 target.copy_(source, non_blocking=True)
             buffers.copied.record(self._copies)
 

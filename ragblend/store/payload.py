@@ -1,15 +1,16 @@
 """One chunk's KV as one safetensors payload.
 
-Layout: tensors `000.key, 000.value, 001.key, ...`. safetensors orders tensors of one dtype by name, so file order is
-layer order and a layer's key and value are neighbours: one read a layer, and the whole file is read front to back.
+Layout: tensors `000.key, 000.value, 001.key, ...`. Names are in layer order, and so is the file: a layer's key and
+value are neighbours, one read a layer, and the whole file is read front to back.
 
 The header's only metadata entry is a small JSON text: format version, key, token count, and checksums. There is one
 checksum a tensor, so that a layer is verified when it alone is read, and one seal over everything the header says, so
 that a damaged header, or a payload found under another chunk's key, is never believed. One metadata entry, because
-safetensors writes several in random order and equal tensors must give equal bytes.
+equal tensors must give equal bytes and the order of several would be anybody's choice.
 
-A payload is written piece by piece from where the tensors lie, and read to where they are wanted: the library would
-first make one bytes object of it, and fresh memory for that takes longer than writing.
+The bytes are those that safetensors would write. It is not asked to, since it first makes one bytes object of them,
+and fresh memory for that takes longer than writing: a payload is written piece by piece from where the tensors lie, and
+read to where they are wanted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _METADATA = "ragblend"
 _ALIGNMENT = 8  # of a safetensors header's end
 _DIGEST_BYTES = 16
 _MAX_HEADER_BYTES = 4 << 20  # ~200 B a layer are needed; more is a damaged length, and must not become an allocation
-_KEPT_HEADERS = 256  # of ~10 kB; the same chunks come again and again, and checking one takes half a millisecond
+_KEPT_HEADERS, _KEPT_HEADER_BYTES = 256, 64 << 10  # 3 MB as a rule, 16 MiB at most
 _MAX_IOVECS = 1024  # Linux and macOS refuse longer scatter lists
 
 _T = TypeVar("_T")
@@ -54,9 +55,9 @@ class _Header(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Memory that layers of one shape are read into: as byte arrays, in the order of the file's bytes."""
+    """Memory that layers of one shape, dtype and token count are read into, as byte arrays in the file's order."""
 
-    shape: LayerShape
+    fits: tuple[LayerShape, torch.dtype, int]
     key: list[memoryview]
     value: list[memoryview]
 
@@ -68,7 +69,7 @@ class _DamagedError(Exception):
 def encode(key: str, layers: ChunkKV) -> list[memoryview]:
     """The payload of one chunk, in pieces to be written one behind the other. Equal key and tensors give equal bytes.
 
-    The pieces lie where the tensors do, wherever these are contiguous on the CPU: nothing is copied.
+    What is contiguous on the CPU is not copied: those tensors must stay as they are until the pieces are written.
 
     Args:
         key: the chunk key the payload is stored under; reading it under another key fails.
@@ -86,7 +87,7 @@ def encode(key: str, layers: ChunkKV) -> list[memoryview]:
     stop = 0
     for index, layer in enumerate(layers):
         for name, tensor in zip(_names(index, len(layers)), layer, strict=True):
-            raw = tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().reshape(-1).data
+            raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             start, stop = stop, stop + raw.nbytes
             entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
             digests.append(xxhash.xxh3_128_digest(raw))
@@ -131,7 +132,8 @@ class PayloadReader:
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, self.nbytes - 8):
                 raise _DamagedError(f"header length {header_bytes} in a file of {self.nbytes} bytes")
             start = 8 + header_bytes
-            header = _parse(self._read_head(8, header_bytes), key, self.nbytes - start)
+            parse = _parse_kept if header_bytes <= _KEPT_HEADER_BYTES else _parse
+            header = parse(self._read_head(8, header_bytes), key, self.nbytes - start)
         except _DamagedError as damage:
             self.close()
             raise CorruptPayloadError(key, str(damage)) from None
@@ -163,7 +165,7 @@ class PayloadReader:
         """
         shape = self._shape_of(layer)
         return Target(
-            shape,
+            (shape, self.dtype, self.n_tokens),
             self._parts(key_out, shape.kv_heads, shape.key_dim),
             self._parts(value_out, shape.kv_heads, shape.value_dim),
         )
@@ -173,17 +175,18 @@ class PayloadReader:
 
         Args:
             layer: 0..n_layers-1.
-            target: from this reader's `target`, for this layer or another one of its shape.
+            target: from `target`, of this reader or another of its dtype and tokens, for a layer of this one's shape.
 
         Raises:
             CorruptPayloadError: the bytes are not the ones that were stored; the memory then holds garbage.
             IndexError: no such layer.
-            ValueError: the target is for layers of another shape, or the reader is closed.
+            ValueError: the target is for something else, or the reader is closed.
         """
         if not self._close.alive:
             raise ValueError(f"the reader of payload {self.key[:16]} is closed")
-        if (shape := self._shape_of(layer)) != target.shape:
-            raise ValueError(f"the target is for layers of {target.shape}; layer {layer} is of {shape}")
+        shape = self._shape_of(layer)
+        if target.fits != (fits := (shape, self.dtype, self.n_tokens)):
+            raise ValueError(f"the target is for {target.fits}; layer {layer} is {fits}")
         size = sum(_tensor_bytes(shape, self.n_tokens, self.dtype))
         self._read_into([*target.key, *target.value], self._offsets[layer], size, layer)
         for parts, digest, name in (
@@ -344,7 +347,6 @@ def _check(layers: ChunkKV) -> tuple[tuple[LayerShape, ...], int, torch.dtype]:
     return tuple(shapes), n_tokens, dtype
 
 
-@functools.lru_cache(_KEPT_HEADERS)
 def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     """What the header says, once everything in it has been checked against itself, the key and the file size."""
     try:
@@ -386,6 +388,10 @@ def _parse(text: bytes, key: str, data_bytes: int) -> _Header:
     if _seal(key, header) != checks[:_DIGEST_BYTES]:
         raise _DamagedError("header does not match its seal")
     return header
+
+
+# The same chunks come again and again, and checking a header takes half a millisecond.
+_parse_kept = functools.lru_cache(_KEPT_HEADERS)(_parse)
 
 
 def _field(found: Any, name: str, kind: type[_T]) -> _T:

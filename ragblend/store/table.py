@@ -1,9 +1,9 @@
-"""diskcache made into the table that a store needs: it never pickles, and its errors can be told apart.
+"""diskcache made into the tables that a store needs: nothing is pickled, and errors can be told apart.
 
 diskcache is used for its index in SQLite, its transactions and its LRU order. Unpickling a cache folder that somebody
-else could write to runs their code, so values are payload files that are written already, keys are text or bytes, and
-everything else is refused in both directions. Each row is (key, size, mode, filename, value): the payload file's name,
-and a note.
+else could write to runs their code, so whatever would have to be pickled is refused, in both directions. A payload's
+row has its file's name and, in the place of a value, a note; a text record's row is its key, bytes that are inserted
+without asking `Disk`.
 
 The only file that imports diskcache.
 """
@@ -33,7 +33,7 @@ _BUSY_TIMEOUT_S = 2.0
 _GIVE_UP_S = 60.0
 
 LockedError = diskcache.Timeout
-"""Another process held its transaction for longer than the busy timeout."""
+"""Another connection held its transaction for longer than the busy timeout."""
 
 
 class PayloadFile(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -683,16 +684,27 @@ def test_threads_share_a_store(tmp_path, big):
         assert store.stats().bytes <= PAYLOAD_BYTES * 4
 
 
+def test_a_system_that_writes_a_few_bytes_at_a_time(tmp_path, monkeypatch):
+    class Slow(io.FileIO):
+        def write(self, data):
+            return super().write(memoryview(data)[:13])
+
+    monkeypatch.setattr(kvstore, "open", lambda path, mode, buffering: Slow(path, mode), raising=False)
+    pieces = [memoryview(bytes(range(length))) for length in (40, 13, 1, 200, 7)]
+    kvstore._write_file(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
 def test_a_reader_does_not_wait_for_a_writer_nor_a_writer_for_a_reader(store, big, monkeypatch):
     """A payload file is written outside the index's lock, and reading holds no lock at all."""
     store.put("a", big(1))
     writing, go_on = threading.Event(), threading.Event()
     write = kvstore._write_file
 
-    def slowly(path, data):
+    def slowly(path, pieces):
         writing.set()
         assert go_on.wait(10)
-        write(path, data)
+        write(path, pieces)
 
     monkeypatch.setattr(kvstore, "_write_file", slowly)
     thread = threading.Thread(target=store.put, args=("b", big(2)))

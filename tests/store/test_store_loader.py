@@ -24,10 +24,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mixed_chunk(make_chunk, seed: int, n_tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[LayerKV]:
-    """Layers 0, 2, 4 and 1, 3 of different shapes."""
+    """Layers 0, 3, 4 and 1, 2 of different shapes: each of the two buffer sets sees both."""
     one = make_chunk(seed, n_tokens=n_tokens, n_layers=3, dtype=dtype)
     two = make_chunk(seed + 100, n_tokens=n_tokens, n_layers=2, kv_heads=3, key_dim=4, value_dim=16, dtype=dtype)
-    return [one[0], two[0], one[1], two[1], one[2]]
+    return [one[0], two[0], two[1], one[1], one[2]]
 
 
 @pytest.fixture(scope="module")
@@ -252,20 +252,27 @@ def test_other_devices_are_refused(readers):
 
 @pytest.mark.parametrize("after", range(N_LAYERS + 1))
 @pytest.mark.parametrize("how", ["leave", "raise", "damage"])
-def test_leaving_at_any_time_joins_and_frees(readers, monkeypatch, after, how):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_leaving_at_any_time_joins_and_frees(readers, monkeypatch, after, how, dtype):
     made: list[weakref.ref] = []
-    make = loader_module._Buffers
+    make, target = loader_module._Buffers, PayloadReader.target
 
     def remembered(*args):
         buffers = make(*args)
         made.extend(weakref.ref(part) for part in (buffers, *buffers.host))
         return buffers
 
+    def taken_apart(self, *args):
+        found = target(self, *args)
+        made.extend(weakref.ref(part) for part in (*found.key, *found.value))
+        return found
+
     monkeypatch.setattr(loader_module, "_Buffers", remembered)
+    monkeypatch.setattr(PayloadReader, "target", taken_apart)
     kept: BaseException | None = None
     if how == "damage":
         fail_at(monkeypatch, after, CorruptPayloadError("k", "why"))
-    loader = LayerLoader(readers, device="cpu", dtype=torch.float32)
+    loader = LayerLoader(readers, device="cpu", dtype=dtype)
     try:
         with loader:
             for index in range(after):
@@ -280,6 +287,25 @@ def test_leaving_at_any_time_joins_and_frees(readers, monkeypatch, after, how):
     gc.collect()
     assert not [ref for ref in made if ref() is not None], "buffers outlive the context, held by the loader or an error"
     assert (kept is None) == (how == "leave" or (how == "damage" and after == N_LAYERS))
+
+
+def test_memory_is_taken_apart_once_for_a_buffer_set(readers, monkeypatch):
+    calls = []
+    target = PayloadReader.target
+    monkeypatch.setattr(PayloadReader, "target", lambda *args: calls.append(args[1]) or target(*args))
+    load_all(readers)
+    assert len(calls) == len(readers) * 2 * 2  # shapes, buffer sets
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [None, 2])
+def test_a_consumer_in_inference_mode(readers, chunks, dtype, tokens):
+    """Its buffers are tensors that only inference mode may write to, in the thread, too."""
+    wanted = None if tokens is None else [tokens] * len(readers)
+    with torch.inference_mode(), LayerLoader(readers, device="cpu", dtype=dtype, tokens=wanted) as loader:
+        for index in range(N_LAYERS):
+            got = loader.layer(index).key.clone()
+            assert torch.equal(got, torch.cat([chunk[index].key[:, :tokens] for chunk in chunks], 1).to(dtype))
 
 
 def test_leaving_while_the_thread_reads(readers, monkeypatch):

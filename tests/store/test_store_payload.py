@@ -146,10 +146,41 @@ def test_wrong_targets_and_layers_are_refused(tmp_path, make_chunk):
         reader.read_layer(0, reader.target(0, key, value))
 
 
+def test_a_target_is_for_one_shape_dtype_and_length(tmp_path, make_chunk):
+    layers = [*make_chunk(n_layers=1), *make_chunk(n_layers=1, key_dim=4)]
+    others = [make_chunk(dtype=torch.float16), make_chunk(n_tokens=9)]
+    with reader_of(tmp_path, encode(KEY, layers)) as reader:
+        there = reader.read_layer_kv(0)
+        with pytest.raises(ValueError, match="target is for"):
+            reader.read_layer(1, reader.target(0, *there))
+        for number, other in enumerate(others):
+            (tmp_path / str(number)).mkdir()
+            with reader_of(tmp_path / str(number), encode(KEY, other)) as another:
+                foreign = another.target(0, *another.read_layer_kv(0))
+                with pytest.raises(ValueError, match="target is for"):
+                    reader.read_layer(0, foreign)
+        assert reader.read_layer(0, reader.target(0, *there)) == there.key.nbytes + there.value.nbytes
+
+
+def test_a_header_is_checked_once(tmp_path, make_chunk):
+    data = encode(KEY, make_chunk(seed=77))
+    hits = payload._parse_kept.cache_info().hits
+    for _ in range(3):
+        reader_of(tmp_path, data).close()
+    assert payload._parse_kept.cache_info().hits == hits + 2
+
+
 def test_equal_tensors_give_equal_bytes(make_chunk):
     strided = [LayerKV(k.transpose(0, 1).contiguous().transpose(0, 1), v) for k, v in make_chunk()]
     assert not strided[0].key.is_contiguous()
     assert len({encode(KEY, chunk) for chunk in (make_chunk(), make_chunk(), strided) for _ in range(5)}) == 1
+
+
+def test_any_strides_and_gradients_are_written(tmp_path):
+    odd = torch.as_strided(torch.randn(40), (2, 5, 1), (5, 1, 7))  # contiguous, says torch: sizes of 1 do not count
+    wanted = torch.randn(2, 5, 3, requires_grad=True)
+    with reader_of(tmp_path, encode(KEY, [LayerKV(odd, wanted)])) as reader:
+        assert_same(reader, [LayerKV(odd, wanted.detach())])
 
 
 def test_bytes_budget(make_chunk):
