@@ -4,6 +4,7 @@ RagBlendError
 +-- InvalidSettingError                     a setting outside its range: ratio, temperature, sizes
 +-- NotCalibratedError                      a bound on the divergence was asked for, and nothing says what keeps it
 +-- EmptyPromptError (also ValueError)      nothing to answer
++-- PrefillCancelledError                   whoever asked does not want the answer any more
 +-- ContextWindowError                      prompt + answer do not fit the model; raised before any compute
 +-- ModelError
 |   +-- ModelNotFoundError                  no such folder, hub id, GGUF file or installed package
@@ -40,6 +41,10 @@ class NotCalibratedError(RagBlendError):
 
 class EmptyPromptError(RagBlendError, ValueError):
     """The prompt holds no text."""
+
+
+class PrefillCancelledError(RagBlendError):
+    """Whoever asked gave up while the prompt was being prefilled."""
 
 
 class ContextWindowError(RagBlendError):

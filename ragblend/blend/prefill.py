@@ -20,7 +20,7 @@ published CacheBlend is the HKVD selector over chunks that were prefilled alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import InvalidSettingError, PrefillCancelledError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder, KVCache, Rows
 
@@ -197,6 +197,7 @@ def prefill(
     source: LayerSource | None,
     selector: Selector,
     ratio: float | RatioChooser,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Prefilled:
     """Fill `cache` with the KV of every position of the plan and give the logits of the last one.
 
@@ -204,11 +205,13 @@ def prefill(
         cache: capacity >= tokens; positions 0..known-1 filled.
         source: the reused tokens' KV; None when nothing is reused.
         ratio: share to recompute of the reused tokens that are not settled, 0..1; or what chooses it by their scores.
+        cancelled: asked before each layer whether to give up; the cache is then worthless.
 
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
         InvalidSettingError: the selector looks at a layer that the model does not have, or scores too late for the
             ratio to be chosen.
+        PrefillCancelledError: `cancelled` said so.
     """
     moved = plan.reused & ~plan.settled
     moved_tokens = int(moved.sum())
@@ -221,6 +224,8 @@ def prefill(
     if max(schedule, default=0) >= decoder.n_layers:
         raise InvalidSettingError(f"{selector} looks at layer {max(schedule)}; the model has {decoder.n_layers}")
     for layer in range(decoder.n_layers):
+        if cancelled():
+            raise PrefillCancelledError(f"given up before layer {layer} of {decoder.n_layers}")
         state.load(layer)
         if layer in schedule and (budget := round(schedule[layer] * moved_tokens)) < int(state.kept.sum()):
             with state.selecting():

@@ -35,6 +35,7 @@ from transformers import LlamaForCausalLM
 
 from ragblend.blend.selectors import FirstTokens, RecomputeNone
 from ragblend.errors import ContextWindowError, EmptyPromptError, InvalidSettingError
+from ragblend.model.decoder import Decoder
 from ragblend.prompt.chunk import Message
 
 QUESTION = "Who has the documents that say why the key is kept in the archive?"
@@ -654,7 +655,37 @@ def test_cancelling_a_task_stops_the_compute(llm: RagBlendLLM, engine: Recorder,
     assert llm.complete(QUESTION, max_tokens=2).raw is not None
 
 
-def test_cancelling_before_the_prompt_is_prefilled_leaves_nothing_running(llm: RagBlendLLM, engine: Recorder) -> None:
+@pytest.mark.parametrize("name", ["acomplete", "achat", "astream_complete", "astream_chat"])
+def test_cancelling_while_the_prompt_is_prefilled_stops_that(
+    llm: RagBlendLLM, engine: Recorder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, go_on = [], threading.Event()
+    layer = Decoder.layer
+
+    def slowly(self: Decoder, index: int, *args: Any) -> Any:
+        ran.append(index)
+        assert go_on.wait(10)
+        return layer(self, index, *args)
+
+    async def run() -> None:
+        task = asyncio.create_task(getattr(llm, name)(user(QUESTION) if "chat" in name else QUESTION))
+        while not ran:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "layer", slowly)
+        asyncio.run(run())
+        with engine._compute:  # whoever had the turn is done
+            assert ran == [0]
+    assert not engine.streams
+    assert llm.complete(QUESTION, max_tokens=2).raw is not None
+
+
+def test_cancelling_while_others_compute_leaves_nothing_to_do(llm: RagBlendLLM, engine: Recorder) -> None:
     async def run() -> None:
         with engine._compute:  # somebody else's turn
             task = asyncio.create_task(llm.achat(user(QUESTION), max_tokens=4000))
@@ -664,8 +695,9 @@ def test_cancelling_before_the_prompt_is_prefilled_leaves_nothing_running(llm: R
                 await task
 
     asyncio.run(run())
-    assert _settled(lambda: bool(engine.streams) and engine.streams[-1].report.finish_reason == "cancelled")
-    assert engine.streams[-1].token_ids == []
+    assert _settled(lambda: not any(each.name.startswith("ragblend-answer") for each in threading.enumerate()))
+    assert not engine.streams
+    assert not engine.prompts_ids
 
 
 @pytest.mark.parametrize("name", ["acomplete", "achat", "astream_complete", "astream_chat"])

@@ -402,12 +402,17 @@ class RagBlendLLM(FunctionCallingLLM):
     # -- the one way to an answer -------------------------------------------------------------------------------------
 
     def _open(
-        self, prompt: Sequence[Message], settings: dict[str, Any], offer: tools.Offer | None = None
+        self,
+        prompt: Sequence[Message],
+        settings: dict[str, Any],
+        cancelled: Callable[[], bool],
+        offer: tools.Offer | None = None,
     ) -> AnswerStream:
         """Prefill the prompt; the answer's pieces are still to be computed.
 
         Args:
             settings: of this call; None stands for the LLM's own.
+            cancelled: says while the prompt is prefilled whether to give up.
             offer: tools that the answer may call.
 
         Raises:
@@ -419,7 +424,7 @@ class RagBlendLLM(FunctionCallingLLM):
         chosen["stop"] = _stops(chosen["stop"])
         if offer is not None:
             chosen |= {"tools": offer.tools, "begin": offer.begin}
-        return self.engine.stream(prompt, **chosen)
+        return self.engine.stream(prompt, cancelled=cancelled, **chosen)
 
     def _pieces(self, stream: AnswerStream, offer: tools.Offer | None = None) -> Generator[_Piece, None, None]:
         """The answer piece by piece; at least one, and the last one has `raw`. Closing it stops the computing.
@@ -441,15 +446,17 @@ class RagBlendLLM(FunctionCallingLLM):
             stream.close()
             self._last_report = stream.report
 
-    async def _apieces(self, ask: Callable[[], _Opened]) -> AsyncGenerator[_Piece, None]:
+    async def _apieces(self, ask: Callable[..., _Opened]) -> AsyncGenerator[_Piece, None]:
         """`ask` and `_pieces` in a thread of their own; the prompt is prefilled when this returns."""
         # One thread for the whole answer: a step that is under way when the caller is cancelled cannot be interrupted,
-        # and what closes the stream has to queue behind it.
+        # and what closes the stream has to queue behind it. A prefill can, between two layers.
         worker = ThreadPoolExecutor(1, thread_name_prefix="ragblend-answer")
-        opening = worker.submit(ask)
+        given_up = threading.Event()
+        opening = worker.submit(ask, cancelled=given_up.is_set)
         try:
             opened = await asyncio.wrap_future(opening)
         except BaseException:
+            given_up.set()
             opening.add_done_callback(_close_opened)
             worker.shutdown(wait=False)
             raise
@@ -479,12 +486,17 @@ class RagBlendLLM(FunctionCallingLLM):
             return [Message("user", self._extend_prompt(prompt))]
         return [*([Message("system", self.system_prompt)] if self.system_prompt else []), Message("user", prompt)]
 
-    def _ask(self, prompt: str, formatted: bool, settings: dict[str, Any]) -> _Opened:
-        return _Opened(self._open(self._one(prompt, formatted), settings))
+    def _ask(
+        self, prompt: str, formatted: bool, settings: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
+    ) -> _Opened:
+        return _Opened(self._open(self._one(prompt, formatted), settings, cancelled))
 
-    def _ask_chat(self, messages: Sequence[ChatMessage], settings: dict[str, Any]) -> _Opened:
+    def _ask_chat(
+        self, messages: Sequence[ChatMessage], settings: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
+    ) -> _Opened:
         offer, left = tools.taken(settings, self.engine.prompts)
-        return _Opened(self._open(conversation(messages, self.messages_to_prompt), left, offer), offer)
+        prompt = conversation(messages, self.messages_to_prompt)
+        return _Opened(self._open(prompt, left, cancelled, offer), offer)
 
     # -- the ways to ask ----------------------------------------------------------------------------------------------
 
