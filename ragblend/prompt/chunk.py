@@ -80,6 +80,7 @@ class Message:
         content: the parts, kept as they were given; a single string or Chunk becomes a tuple of one.
         tool_calls: what an assistant calls.
         tool_call_id: the call whose result this is, for the role "tool".
+        asks: whether it may end in a question, which is always computed; of a tool's result nothing is one.
 
     Raises:
         InvalidSettingError: the role is not a plain word, or a part is neither a string nor a Chunk.
@@ -89,6 +90,7 @@ class Message:
     content: tuple[str | Chunk, ...]
     tool_calls: tuple[ToolCall, ...]
     tool_call_id: str
+    asks: bool
 
     def __init__(
         self,
@@ -96,6 +98,8 @@ class Message:
         content: str | Chunk | Iterable[str | Chunk] = (),
         tool_calls: Iterable[ToolCall] = (),
         tool_call_id: str = "",
+        *,
+        asks: bool | None = None,
     ) -> None:
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise InvalidSettingError(f"a role is one plain word such as 'user', not {role!r}")
@@ -109,6 +113,7 @@ class Message:
         object.__setattr__(self, "content", parts)
         object.__setattr__(self, "tool_calls", tuple(tool_calls))
         object.__setattr__(self, "tool_call_id", tool_call_id)
+        object.__setattr__(self, "asks", role != "tool" if asks is None else asks)
 
 
 def joined_parts(parts: Iterable[str | Chunk]) -> list[str | Chunk]:

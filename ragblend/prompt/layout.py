@@ -174,7 +174,7 @@ def _searched(message: Message, index: ChunkIndex | None, texts_of: TextsOf | No
         found += index.split(part, texts_of) if isinstance(part, str) else [part]
     # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
     ends_in_text = parts and isinstance(parts[-1], str) and found
-    if last and message.role != "tool" and ends_in_text:
+    if last and message.asks and ends_in_text:
         end = len(found) - 1
         while end > 0 and isinstance(found[end], str) and not _text_of(found[end]).strip():
             end -= 1

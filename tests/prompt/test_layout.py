@@ -84,6 +84,8 @@ def test_what_a_prompt_ends_in_is_what_it_asks() -> None:
     assert [span.text for span in lay_out(CHATML, f"{B} {A} \n", index).chunks] == [B]
     assert [span.text for span in lay_out(CHATML, A, index).chunks] == []
     assert [span.text for span in lay_out(CHATML, ["See ", Chunk(A)], index).chunks] == [A]
+    for result in (Message("tool", f"{B} {A}"), Message("user", f"{B} {A}", asks=False)):
+        assert [span.text for span in lay_out(CHATML, [Message("user", "Why?"), result], index).chunks] == [B, A]
 
 
 def test_adjacent_and_repeated_chunks_are_separate_spans() -> None:

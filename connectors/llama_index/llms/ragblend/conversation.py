@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from llama_index.core.agent.react.types import ObservationReasoningStep
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as core_messages_to_prompt
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock, ToolCallBlock
 from llama_index.core.llms.llm import MessagesToPromptType
@@ -27,6 +28,7 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
+_OBSERVATION = ObservationReasoningStep(observation="").get_content()
 _BETWEEN_BLOCKS = "\n"  # what core puts there when it reads a message's content
 
 
@@ -65,8 +67,15 @@ def conversation(
             taken[0] = Message(role, (*taken[0].content, MESSAGE_SEPARATOR, *parts))
         else:
             result_of = message.additional_kwargs.get("tool_call_id") if role == "tool" else None
-            taken.append(Message(role, parts, calls_of(message), str(result_of or "")))
+            observed = bool(taken) and taken[-1].role == "assistant" and _is_observation(message)
+            asks = False if observed else None
+            taken.append(Message(role, parts, calls_of(message), str(result_of or ""), asks=asks))
     return taken
+
+
+def _is_observation(message: ChatMessage) -> bool:
+    """Whether it is what core's ReAct agents send as a user's turn where it is a tool's: its result."""
+    return message.role == MessageRole.USER and (message.content or "").startswith(_OBSERVATION)
 
 
 def flattened(messages: list[ChatMessage], messages_to_prompt: MessagesToPromptType | None) -> list[ChatMessage]:
