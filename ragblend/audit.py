@@ -146,7 +146,7 @@ class Guard:
         """Take in a result."""
         with self._lock:
             self._audited += 1
-            self._foreign += len(result.foreign)
+            self._foreign += bool(result.foreign)  # one chunk, in however many variants
             self._window.append(result)
             if self._foreign >= _FOREIGN_LEAST and self.least_ratio < 1.0:
                 self._step_in(

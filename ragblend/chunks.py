@@ -7,6 +7,7 @@ chunks' texts, by which they are found in a prompt (see prompt.match).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -21,7 +22,8 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ragblend.audit import CHECKED_LAYERS, FOREIGN, deviation
-from ragblend.blend.precompute import Precomputer
+from ragblend.blend.precompute import InMemory, Precomputer
+from ragblend.blend.prefill import LayerSource
 from ragblend.blend.variants import (
     CONTEXT_TOKENS,
     FILLER,
@@ -244,24 +246,37 @@ class StoredChunks:
         return chunk_key(self._fingerprint, before, ids, "" if own else f"{variant}:{self._namespace}")
 
     def kv(self, ids: Sequence[int], context: Context, text: str = "") -> tuple[ChunkKV, Note]:
+        """A chunk's KV for one of its variants, and what is remembered beside it."""
         label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
         noted = text if len(text) <= _MAX_NOTED_CHARS else ""
         note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted)
         # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
         neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
-        stored = bool(neighbour) and (key := self.key(neighbour, "head")) in self._store
-        reader = self._store.open(key) if stored else None
+        if not neighbour:
+            with self._decoder.turn:
+                return self._precomputer.chunk_kv(ids, context.ids), note
+        with self._head_kv(neighbour) as source, self._decoder.turn:
+            try:
+                return self._precomputer.chunk_kv(ids, context.ids, source, len(neighbour)), note
+            except CorruptPayloadError as error:
+                _log.warning("%s", error)
+            made = InMemory(self._precomputer.chunk_kv(neighbour), self._decoder.device)
+            return self._precomputer.chunk_kv(ids, context.ids, made, len(neighbour)), note
+
+    @contextlib.contextmanager
+    def _head_kv(self, ids: Sequence[int]) -> Iterator[LayerSource]:
+        """KV of ids right behind the head, to prefill something behind them: the stored one, or as it would be stored.
+
+        Never any other, or a chunk's KV would depend on whether its neighbour happened to be stored before it.
+        """
+        reader = self._store.open(self.key(ids, "head"))
+        if reader is not None and reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
+            with reader, LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader:
+                yield loader
+            return
         with self._decoder.turn:
-            if reader is not None and reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
-                try:
-                    with (
-                        reader,
-                        LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader,
-                    ):
-                        return self._precomputer.chunk_kv(ids, context.ids, loader, len(neighbour)), note
-                except CorruptPayloadError as error:
-                    _log.warning("%s", error)
-            return self._precomputer.chunk_kv(ids, context.ids), note
+            made = InMemory(self._precomputer.chunk_kv(ids), self._decoder.device)
+        yield made
 
     def _label(self, record: bytes) -> bytes:
         """By which KV of a text is found that this model made behind this preamble."""

@@ -97,7 +97,8 @@ class Ready(NamedTuple):
     """A prefilled prompt, ready to decode.
 
     ids: [tokens] int64. cache: holds their KV. logits: [vocab] fp32 of the last one.
-    root: names this way of blending in the prefix cache. exact_tokens: leading tokens whose KV is exact.
+    root: names this way of blending in the prefix cache; b"" where its blended KV is of no use to later prompts.
+    exact_tokens: leading tokens whose KV is exact.
     started: time.perf_counter() when the prompt came in.
     """
 
@@ -325,6 +326,7 @@ class RagBlend:
         tools: Sequence[Mapping[str, Any]] = (),
         begin: str = "",
         goes_on: bool = True,
+        cancelled: Callable[[], bool] = lambda: False,
         **how: Any,
     ) -> AnswerStream:
         """Like `answer`, piece by piece. The prompt is prefilled before this returns.
@@ -334,13 +336,20 @@ class RagBlend:
                 `prompt.calls.read_calls`.
             begin: what the answer is made to begin with (`prompts.begin_call`); it is no part of its text.
             goes_on: whether later prompts may go on from the whole of this one; if not, its blended KV is not kept.
+            cancelled: asked while the prompt is prefilled whether to give up, with a PrefillCancelledError.
         """
         try:
             settings = DecodeSettings(**how)
         except TypeError as error:
             raise InvalidSettingError(f"{error}; known are {', '.join(DecodeSettings.__annotations__)}") from error
         ready = self.prefill(
-            prompt, ratio=ratio, selector=selector, max_tokens=settings.max_tokens, tools=tools, begin=begin
+            prompt,
+            ratio=ratio,
+            selector=selector,
+            max_tokens=settings.max_tokens,
+            tools=tools,
+            begin=begin,
+            cancelled=cancelled,
         )
         room = self.decoder.context_window_tokens - len(ready.ids)
         settings = replace(settings, max_tokens=min(settings.max_tokens, room))
@@ -355,15 +364,17 @@ class RagBlend:
         max_tokens: int = 1,
         tools: Sequence[Mapping[str, Any]] = (),
         begin: str = "",
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Ready:
         """Everything up to the first token's logits.
 
         Args:
             max_tokens: how many positions to leave room for behind the prompt.
-            tools, begin: as for `stream`.
+            tools, begin, cancelled: as for `stream`.
 
         Raises:
             EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
+            PrefillCancelledError: `cancelled` said so.
         """
         started = time.perf_counter()
         ratio = self.settings.ratio if ratio is None else ratio
@@ -382,12 +393,15 @@ class RagBlend:
         tokenise_s = time.perf_counter() - started
 
         root = self.fingerprint.encode()
-        if ratio != 1:
+        if self._is_bounded(ratio):
+            # What a bound lets pass for one prompt it may not for one that goes on from it.
+            root = b""
+        elif ratio != 1:
             root = hashlib.blake2b(repr((self._blending, ratio, selector, least)).encode(), digest_size=16).digest()
         with self._compute:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
-            done = self._blend(layout, ids, cache, known, ratio, selector, least)
+            done = self._blend(layout, ids, cache, known, ratio, selector, least, cancelled)
             self._idle.busy()
         plan, prefilled, report = done.plan, done.prefilled, done.report
         reused = int(plan.reused.sum())
@@ -425,7 +439,7 @@ class RagBlend:
         """
         exact_root = self.fingerprint.encode()
         exact = self.prefix_cache.fetch(exact_root, ids[:-1], cache)
-        if root == exact_root:
+        if root in (exact_root, b""):
             return exact, exact
         return self.prefix_cache.fetch_whole(root, ids[:-1], cache, longer_than=exact) or exact, exact
 
@@ -438,6 +452,7 @@ class RagBlend:
         ratio: Ratio,
         selector: Selector,
         least: float,
+        cancelled: Callable[[], bool],
     ) -> _Blended:
         """Prefill with what the store has. A payload that turns out corrupt on the way is a miss: plan anew."""
         corrupt: set[str] = set()
@@ -460,7 +475,8 @@ class RagBlend:
                     readers, device=self.decoder.device, dtype=self.decoder.dtype, tokens=wanted
                 ) as loader:
                     began = time.perf_counter()
-                    prefilled = prefill(self.decoder, cache, plan, loader if reused else None, selector, share)
+                    source = loader if reused else None
+                    prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled)
                     prefill_s = time.perf_counter() - began
             except CorruptPayloadError as error:
                 _log.warning("%s", error)
@@ -486,6 +502,10 @@ class RagBlend:
                 prefill_s=prefill_s,
             )
             return _Blended(plan, prefilled, report)
+
+    def _is_bounded(self, ratio: Ratio) -> bool:
+        """Whether the divergence is bounded, by choosing a ratio for each prompt."""
+        return not isinstance(ratio, (int, float)) and (ratio != "auto" or self._samples is not None)
 
     def _share(self, ratio: Ratio, selector: Selector, plan: Plan, least: float) -> float | RatioChooser:
         """What a pass is given for a ratio. least: what the guard says."""
@@ -613,7 +633,7 @@ class RagBlend:
             self.prefix_cache.keep(exact_root, with_answer, ready.cache)
         else:
             self.prefix_cache.keep(exact_root, ready.ids[: ready.exact_tokens], ready.cache)
-            if self.settings.reuse_blended and goes_on:
+            if self.settings.reuse_blended and goes_on and ready.root:
                 self.prefix_cache.keep_whole(ready.root, with_answer, ready.cache, len(ready.ids))
         for miss in ready.misses:
             self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_tokenizers import BUILDERS
 
-from ragblend import Chunk, Message, RagBlend
+from ragblend import Chunk, MaxKL, Message, RagBlend
+from ragblend.blend.budget import RATIOS, Budget, Samples
 from ragblend.blend.selectors import HKVD, QuestionAttention
 from ragblend.errors import (
     ContextWindowError,
@@ -21,6 +23,7 @@ from ragblend.errors import (
     IngestError,
     InvalidSettingError,
     ModelNotFoundError,
+    PrefillCancelledError,
     UnsupportedModelError,
 )
 from ragblend.model.decoder import Decoder
@@ -481,3 +484,47 @@ def test_auto_ratio_never_goes_under_the_floor(tmp_path: Path) -> None:
         for order in ((0, 1, 2), (2, 1, 0), (3, 0, 1)):
             engine.prefix_cache.clear()
             assert 0.15 <= engine.answer([*chunks(*order), QUESTION], max_tokens=2).report.ratio <= 1.0
+
+
+def test_a_prefill_that_nobody_waits_for_any_more_stops_between_two_layers(engine: RagBlend) -> None:
+    engine.ingest(TEXTS[:2])
+    asked = []
+
+    def cancelled() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    with pytest.raises(PrefillCancelledError, match="before layer 1"):
+        engine.stream([*chunks(0, 1), QUESTION], cancelled=cancelled)
+    assert len(asked) == 2
+    assert engine.answer([*chunks(0, 1), QUESTION], max_tokens=2).report.prefix_tokens == 0
+
+
+def test_a_bound_is_kept_by_prompts_that_go_on_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was good enough for one prompt need not be for the next, so its blended KV is not gone on from."""
+    asked: list[float] = []
+
+    def ratio(self: Budget, signals: Any) -> float:
+        asked.append(float(len(asked) > 0))  # an easy prompt, then hard ones
+        return asked[-1]
+
+    monkeypatch.setattr(Budget, "ratio", ratio)
+    samples = Samples(QuestionAttention(), RATIOS, np.zeros((40, len(RATIOS), 4)), np.full((40, len(RATIOS)), 1e-4))
+    first = Message("user", [*chunks(0, 1, 2), QUESTION])
+    with make_engine(tmp_path / "kv") as engine:
+        engine.ingest(TEXTS[:3])
+        engine.keep_calibration(samples, {})
+        for bound in (MaxKL(0.01), "strict", "auto"):
+            asked.clear()
+            engine.prefix_cache.clear()
+            answer = engine.answer([first], ratio=bound, max_tokens=3)
+            assert answer.report.ratio < 1.0
+            follow = [first, Message("assistant", answer.text), Message("user", "And who keeps its lamp today?")]
+            report = engine.answer(follow, ratio=bound, max_tokens=1).report
+            assert report.prefix_is_exact
+            assert report.ratio == 1.0
+            assert asked == [0.0, 1.0]
+        engine.prefix_cache.clear()  # a ratio is no bound: chats go on from what they blended
+        answer = engine.answer([first], ratio=0.0, max_tokens=3)
+        follow = [first, Message("assistant", answer.text), Message("user", "And who keeps its lamp today?")]
+        assert not engine.answer(follow, ratio=0.0, max_tokens=1).report.prefix_is_exact

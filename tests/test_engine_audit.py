@@ -18,6 +18,7 @@ from tiny_tokenizers import BUILDERS
 from ragblend import Audit, Chunk, RagBlend
 from ragblend.audit import Audited, AuditLog, Guard
 from ragblend.errors import InvalidSettingError
+from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
@@ -231,3 +232,20 @@ def test_a_ratio_that_is_none_is_refused(store: KVStore, chosen: Any) -> None:
         engine.ingest(TEXTS)
         with pytest.raises(InvalidSettingError, match="from 0 to 1"):
             engine.answer(prompt((0, 1)), ratio=lambda scores, state: chosen)
+
+
+def test_one_accident_on_the_disk_is_no_foreign_store(store: KVStore) -> None:
+    """A chunk is one chunk, in however many variants it is stored."""
+    with engine_on(store, audit=Audit(share=1.0, max_kl=1e6), learn=False) as engine:
+        engine.ingest(TEXTS)
+        keys = engine.stored_variants(TEXTS[0])
+        assert len(keys) == 2
+        for key in keys.values():
+            reader, note = store.open(key), store.notes([key])[key]
+            assert reader is not None
+            with reader:
+                layers = [reader.read_layer_kv(layer) for layer in range(reader.n_layers)]
+            store.put(key, [LayerKV(kv.key * 1.5, kv.value) for kv in layers], note=note, overwrite=True)
+        ask(engine, 24, ratio=0.0)
+        assert (engine.audits().foreign, engine.audits().least_ratio) == (1, 0.0)
+        assert not engine.stored_variants(TEXTS[0])

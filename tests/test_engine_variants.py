@@ -428,3 +428,16 @@ def test_contexts_that_do_not_fit_the_window_are_left_out(engine: RagBlend) -> N
     ready = engine.prefill([Chunk(text), "?"], ratio=0.0)
     assert [(use.status, use.variant) for use in ready.report.chunks] == [("hit", "head")]
     assert (ready.logits - own_forward(engine, ready.ids)).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("policy", ["neighbours", "document"])
+def test_payloads_do_not_depend_on_the_order_of_ingesting(decoder: Decoder, tmp_path: Path, policy: Policy) -> None:
+    """Not even on whether a neighbour's own KV was there already when a chunk was prefilled behind it."""
+    behind = {COPPER: [FERRY], FERRY: [LAMP], LAMP: [COPPER]}
+    found = []
+    for number, texts in enumerate(itertools.permutations(behind)):
+        with KVStore(tmp_path / str(number)) as store, make_engine(decoder, store, policy) as engine:
+            engine.ingest(texts, neighbours=[behind[text] for text in texts])
+            found.append({key: path.read_bytes() for key, path in store.paths(store.keys()).items()})
+    assert len(found[0]) == 6
+    assert all(each == found[0] for each in found)

@@ -28,6 +28,16 @@ class _Begun:
     cache: KVCache
 
 
+class InMemory:
+    """KV that is at hand, as a source for a prefill; brought to `device` layer by layer."""
+
+    def __init__(self, layers: ChunkKV, device: torch.device) -> None:
+        self._layers, self._device = layers, device
+
+    def layer(self, index: int) -> LayerKV:
+        return LayerKV(*(part.to(self._device) for part in self._layers[index]))
+
+
 class Precomputer:
     """Computes the standalone KV of chunks behind one head.
 
