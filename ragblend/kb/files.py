@@ -66,7 +66,11 @@ def printable(name: str) -> str:
 
 
 class UnreadableError(Exception):
-    """This file holds no text we can get at; its message says why."""
+    """This file cannot be looked into now; its message says why."""
+
+
+class NoTextError(UnreadableError):
+    """What this file holds now is no text we can get at."""
 
 
 def find_files(
@@ -108,6 +112,7 @@ def content_digest(path: Path) -> str:
     """Digest of a file's bytes and of the way its kind is read.
 
     Raises:
+        NoTextError: empty, or binary.
         UnreadableError: not a file that can be read.
     """
     try:
@@ -118,9 +123,9 @@ def content_digest(path: Path) -> str:
         with path.open("rb") as file:
             block = file.read(1 << 20)
             if b"\0" in block[:65536] and path.suffix.lower() not in _BINARY_DOCUMENTS:
-                raise UnreadableError("not a text file")
+                raise NoTextError("not a text file")
             if not block.strip():
-                raise UnreadableError("empty")
+                raise NoTextError("empty")
             while block:
                 digest.update(block)
                 block = file.read(1 << 20)
@@ -133,13 +138,14 @@ def read_file(path: Path) -> list[Part]:
     """A file's text.
 
     Raises:
-        UnreadableError: binary, damaged, empty, or of a kind whose reader is not installed.
+        NoTextError: binary, damaged, empty, or of a kind whose reader is not installed.
+        UnreadableError: the system does not let us read it.
     """
     from llama_index.core import SimpleDirectoryReader
 
     kind = mimetypes.guess_type(path.name)[0] or ""
     if kind.startswith(("image/", "audio/", "video/")) and kind != "image/svg+xml":
-        raise UnreadableError(f"a file of kind {kind} holds no text")
+        raise NoTextError(f"a file of kind {kind} holds no text")
     html = _html_reader()
     try:
         # The readers' own libraries warn about what they repair in damaged files; the text is what counts.
@@ -154,27 +160,32 @@ def read_file(path: Path) -> list[Part]:
                 raise_on_error=True,
             )
     except Exception as error:
-        raise UnreadableError(_why(error)) from error
+        cause = _cause(error)
+        raise (UnreadableError if isinstance(cause, OSError) else NoTextError)(_why(cause)) from error
     parts: list[Part] = []
     for document in documents:
         if text := document.text.strip():
             page = {"page": document.metadata["page_label"]} if "page_label" in document.metadata else {}
             parts.append(Part(text, page, document.metadata.get(_HEADINGS, ())))
     if not parts:
-        raise UnreadableError("no text in it")
+        raise NoTextError("no text in it")
     if any("\0" in part.text for part in parts):
-        raise UnreadableError("not a text file")
+        raise NoTextError("not a text file")
     return parts
 
 
-def _why(error: BaseException) -> str:
-    """The first cause, in one line: readers wrap it in errors of their own, and retries in theirs."""
+def _cause(error: BaseException) -> BaseException:
+    """The first cause: readers wrap it in errors of their own, and retries in theirs."""
     while True:
         attempt = getattr(error, "last_attempt", None)
         inner = (attempt.exception() if attempt is not None else None) or error.__cause__
         if inner is None:
-            break
+            return error
         error = inner
+
+
+def _why(error: BaseException) -> str:
+    """An error in one line."""
     if isinstance(error, UnicodeDecodeError):
         return "not a text file (not UTF-8)"
     first = (str(error).strip().splitlines() or [""])[0]

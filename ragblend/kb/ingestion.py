@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ragblend.errors import ContextWindowError, InvalidSettingError
 from ragblend.kb.corpus import Corpus, SplitDocument
 from ragblend.kb.files import (
+    NoTextError,
     Part,
     Skipped,
     UnreadableError,
@@ -48,7 +49,7 @@ Progress = Callable[[str, float, int], None]
 
 
 class Document(NamedTuple):
-    """digest: of its content; raises UnreadableError. read: its text; raises UnreadableError."""
+    """digest: of its content; read: its text. Both raise UnreadableError, and NoTextError where it holds none."""
 
     name: str
     digest: Callable[[], str]
@@ -98,7 +99,9 @@ class Ingestion:
             try:
                 for name in vanished:
                     self._index.remove(name)
-                unchanged, new = self._read(documents, skipped, progress)
+                unchanged, new, emptied = self._read(documents, skipped, progress)
+                for name in emptied:
+                    self._index.remove(name)
                 corpus = Corpus(self._index, new)
                 done = len(documents) - len(unchanged) - len(new)  # those that were skipped
                 for n, split in enumerate(new, done):
@@ -134,36 +137,47 @@ class Ingestion:
             seconds=time.perf_counter() - started,
             skipped=tuple(skipped),
             refreshed=sum(r.computed for r in refreshed),
-            pruned=len(vanished),
+            pruned=len(vanished) + len(emptied),
         )
 
     def _read(
         self, documents: Sequence[Document], skipped: list[Skipped], progress: Progress | None
-    ) -> tuple[list[str], list[SplitDocument]]:
-        """Names of unchanged documents, and new ones in chunks with their vectors."""
+    ) -> tuple[list[str], list[SplitDocument], list[str]]:
+        """Names of unchanged documents; new ones in chunks with their vectors; names of those without text any more.
+
+        What was read from the latter before is in them no longer, whatever the reason that nothing else could be. Of
+        one whose content cannot be looked at nothing is known.
+        """
         known = self._index.digests()
         unchanged: list[str] = []
+        emptied: list[str] = []
         new: dict[str, SplitDocument] = {}
         for document in documents:
             _fraction(progress, document.name, 0, len(documents))(0.0)
+            before, content = known.get(document.name), ""
             try:
-                digest = f"{document.digest()}-{self._chunk_tokens}-{SPLITTING_VERSION}"
-                if known.get(document.name) == digest:
+                content = document.digest()
+                digest = f"{content}-{self._chunk_tokens}-{SPLITTING_VERSION}"
+                if before == digest:
                     unchanged.append(document.name)
                     continue
                 pieces = self._split(document)
+                if not pieces:
+                    raise NoTextError("no text in it")
                 for piece in pieces:
                     self._check_fits(piece.text)
             except (UnreadableError, ContextWindowError) as error:
-                skipped.append(Skipped(document.name, readable(str(error))))
-                continue
-            if not pieces:
-                skipped.append(Skipped(document.name, "no text in it"))
+                reason = readable(str(error))
+                changed = before is not None and not before.startswith(f"{content}-")
+                if changed and isinstance(error, (NoTextError, ContextWindowError)):
+                    emptied.append(document.name)
+                    reason += "; what was read from it before is forgotten"
+                skipped.append(Skipped(document.name, reason))
                 continue
             title = Path(document.name).stem  # says what the whole document is about, which a chunk alone may not
             vectors = self._models.embedder.embed([f"{title}\n\n{piece.text}" for piece in pieces])
             new[document.name] = SplitDocument(document.name, digest, pieces, vectors)
-        return unchanged, list(new.values())
+        return unchanged, list(new.values()), emptied
 
     def _split(self, document: Document) -> list[Part]:
         parts = [part._replace(text=readable(part.text)) for part in document.read()]

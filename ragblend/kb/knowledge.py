@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -124,7 +125,7 @@ class KnowledgeBase:
         """Read the files under the paths. Only what is new or changed is worked on.
 
         Args:
-            prune: also forget documents under these paths whose files are gone.
+            prune: also forget documents under these paths whose files are gone, or no files any more.
 
         Raises:
             IngestError: a path does not exist, or there is no file at all.
@@ -137,7 +138,8 @@ class KnowledgeBase:
         vanished: list[str] = []
         if prune:
             roots = [Path(os.path.abspath(Path(path).expanduser())) for path in paths]
-            present = {document.name for document in documents}  # a name that is no UTF-8 is not that of its file
+            # A name that is no UTF-8 is not that of its file.
+            present = {document.name for path, document in zip(files, documents, strict=True) if not _gone(path)}
             vanished = [name for name in self.index.digests() if name not in present and _vanished(Path(name), roots)]
         return self._ingest(documents, skipped, vanished, progress)
 
@@ -375,16 +377,18 @@ class KnowledgeBase:
 
 
 def _vanished(path: Path, roots: Sequence[Path]) -> bool:
-    """Whether there is no such file under the roots. One that cannot be looked at is not gone."""
-    if not any(path == root or root in path.parents for root in roots):
-        return False
+    """Whether there was such a file under the roots and is none any more."""
+    return any(path == root or root in path.parents for root in roots) and _gone(path)
+
+
+def _gone(path: Path) -> bool:
+    """Whether there is no file, or something else in its place. One that cannot be looked at is not gone."""
     try:
-        path.stat()
+        return not stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False
-    return False
 
 
 def _of_prompt_helper(error: BaseException) -> bool:

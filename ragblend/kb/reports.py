@@ -24,9 +24,9 @@ class IngestSummary:
         computed, already_stored: chunks whose KV was prefilled now, or found.
         tokens, bytes: of the KV that was prefilled now.
         seconds: wall time, loading of models included.
-        skipped: files that hold no text we can get at.
+        skipped: files that hold no text we can get at, or cannot be read.
         refreshed: chunks prefilled again, because a text that they were prefilled behind has gone from the corpus.
-        pruned: documents that were forgotten.
+        pruned: documents that were forgotten: their files hold no text any more, or are gone, where that was asked for.
     """
 
     documents: int
