@@ -60,7 +60,7 @@ def ingest(
         typer.Option(metavar="E", help="Folder or hub id. Default: all-MiniLM-L6-v2.", show_default=False),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Also forget documents under these paths whose files are gone.")
+        bool, typer.Option("--prune", help="Also forget documents at or under these paths whose files are gone.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,30 +73,66 @@ class NoTextError(UnreadableError):
     """What this file holds now is no text we can get at."""
 
 
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A file or folder, or several."""
+
+
+def absolute(paths: Paths) -> list[Path]:
+    """The paths, each absolute and without "~".
+
+    Raises:
+        IngestError: something is not a path.
+    """
+    try:
+        several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        return [Path(os.path.abspath(Path(path).expanduser())) for path in several]
+    except TypeError as error:
+        raise IngestError(f"paths are texts or Path objects, one or a list of them, not {paths!r:.80}") from error
+
+
+def within(name: str, places: Set[Path]) -> bool:
+    """Whether a document lies at or under one of the places."""
+    path = Path(name)
+    return not places.isdisjoint((path, *path.parents))
+
+
 def find_files(
-    paths: Sequence[str | Path], *, exclude: Path | None = None, may_be_empty: bool = False
+    paths: Paths, *, exclude: Path | None = None, known: Iterable[str] | None = None
 ) -> tuple[list[Path], list[Skipped]]:
     """All files under the paths, each once, in a stable order; hidden ones only where they are named themselves.
 
     Args:
         exclude: a folder that is left out: a store is no document.
-        may_be_empty: whether finding nothing is fine.
+        known: names of documents that may be gone. A path at which or under which there was one need not exist, and
+            finding nothing is fine.
 
     Raises:
-        IngestError: a path does not exist, or there is no file at all.
+        IngestError: something is not a path, a path does not exist, or there is no file at all.
     """
-    missing = [str(path) for path in paths if not os.path.lexists(Path(path).expanduser())]
-    if missing:
-        raise IngestError(f"there is no file or folder {', '.join(missing)}: check the spelling")
+    roots = absolute(paths)
+    missing = [root for root in roots if not _exists(root)]
+    never = [root for root in missing if not any(within(name, {Path(printable(str(root)))}) for name in known or ())]
+    if never:
+        raise IngestError(f"there is no file or folder {', '.join(map(str, never))}: check the spelling")
     files: dict[Path, None] = {}
     skipped: list[Skipped] = []
-    for path in paths:
-        root = Path(os.path.abspath(Path(path).expanduser()))
-        for file in _walk(root, exclude, skipped) if root.is_dir() else [root]:
-            files[file] = None
-    if not files and not skipped and not may_be_empty:
-        raise IngestError(f"nothing to ingest: there are no files in {', '.join(map(str, paths)) or 'no paths'}")
+    for root in roots:
+        if root not in missing:
+            files |= dict.fromkeys(_walk(root, exclude, skipped) if os.path.isdir(root) else [root])
+    if not files and not skipped and known is None:
+        raise IngestError(f"nothing to ingest: there are no files in {', '.join(map(str, roots)) or 'no paths'}")
     return list(files), skipped
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something, for all we know."""
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _walk(root: Path, exclude: Path | None, skipped: list[Skipped]) -> Iterator[Path]:

@@ -10,7 +10,6 @@ Models are loaded when they are first needed: statistics, and an ingest in which
 from __future__ import annotations
 
 import inspect
-import os
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from ragblend.blend.variants import POLICIES, Policy
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
-from ragblend.kb.files import Skipped, find_files, readable
+from ragblend.kb.files import Paths, Skipped, absolute, find_files, printable, readable, within
 from ragblend.kb.index import DocumentIndex
 from ragblend.kb.ingestion import KNOWLEDGE, Document, Ingestion, Progress, file_document, remember, text_document
 from ragblend.kb.models import DEFAULT_POLICY, Models
@@ -119,28 +118,35 @@ class KnowledgeBase:
 
     # ---- ingest
 
-    def ingest(
-        self, paths: Sequence[str | Path], *, prune: bool = False, progress: Progress | None = None
-    ) -> IngestSummary:
+    def ingest(self, paths: Paths, *, prune: bool = False, progress: Progress | None = None) -> IngestSummary:
         """Read the files under the paths. Only what is new or changed is worked on.
 
         Args:
-            prune: also forget documents under these paths whose files are gone, or no files any more.
+            paths: a file or folder, or several.
+            prune: also forget documents at or under these paths whose files are gone, or no files any more. A path
+                may then be gone altogether, if there are such documents.
 
         Raises:
-            IngestError: a path does not exist, or there is no file at all.
+            IngestError: something is not a path, a path does not exist, or there is no file at all.
             ModelError, MissingDependencyError: a model is needed and not to be had.
             StoreFullError: the disk is full; what was committed before stays.
             StoreError: the store cannot be written.
         """
-        files, skipped = find_files(paths, exclude=self.store.directory, may_be_empty=prune)
+        roots = absolute(paths)
+        known = list(self.index.digests()) if prune else None
+        files, skipped = find_files(roots, exclude=self.store.directory, known=known)
         documents = [file_document(path) for path in files]
         vanished: list[str] = []
-        if prune:
-            roots = [Path(os.path.abspath(Path(path).expanduser())) for path in paths]
-            # A name that is no UTF-8 is not that of its file.
+        if known:
+            # A name that is no UTF-8 is not that of its file, and of a folder that cannot be listed nothing is known.
             present = {document.name for path, document in zip(files, documents, strict=True) if not _gone(path)}
-            vanished = [name for name in self.index.digests() if name not in present and _vanished(Path(name), roots)]
+            named = {Path(printable(str(root))) for root in roots}
+            unlisted = {Path(skip.path) for skip in skipped}
+            vanished = [
+                name
+                for name in known
+                if name not in present and within(name, named) and not within(name, unlisted) and _gone(Path(name))
+            ]
         return self._ingest(documents, skipped, vanished, progress)
 
     def ingest_texts(self, texts: Mapping[str, str], *, progress: Progress | None = None) -> IngestSummary:
@@ -374,11 +380,6 @@ class KnowledgeBase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _vanished(path: Path, roots: Sequence[Path]) -> bool:
-    """Whether there was such a file under the roots and is none any more."""
-    return any(path == root or root in path.parents for root in roots) and _gone(path)
 
 
 def _gone(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from command_line import Cli
 
+from ragblend.errors import IngestError
 from ragblend.kb import KnowledgeBase
 from ragblend.kb import files as files_of_kb
 from ragblend.kb.reports import IngestSummary
@@ -154,6 +156,55 @@ def test_what_cannot_be_read_as_before_is_kept_as_long_as_it_has_not_changed(
     assert found(kb) == {BRIDGE, MOON}
 
 
+def test_a_path_that_was_named_itself_goes_with_prune(kb: KnowledgeBase, notes: Path) -> None:
+    bridge, moon = notes / "bridge.txt", notes / "moon.txt"
+    kb.ingest([bridge, moon])
+    bridge.unlink()
+    with pytest.raises(IngestError, match=r"bridge\.txt"):
+        kb.ingest([bridge, moon])
+    moon.write_text(MOON + " Or four.")
+    with pytest.raises(IngestError, match=r"brigde\.txt"):
+        kb.ingest([bridge, notes / "brigde.txt", moon], prune=True)
+    assert found(kb) == {BRIDGE, MOON}, "nothing is done before the error"
+    moon.write_text(MOON)
+    assert forgotten(kb, kb.ingest([bridge, moon], prune=True))
+    with pytest.raises(IngestError, match=r"bridge\.txt"):
+        kb.ingest([bridge, moon], prune=True)
+
+
+@pytest.mark.parametrize("name", [b"notes", b"n\xe9tes"])
+def test_a_folder_that_is_gone_goes_with_prune(kb: KnowledgeBase, tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "deeper" / "bridge.txt").write_text(BRIDGE)
+    kb.ingest(folder)
+    kb.ingest_texts({"moon": MOON})
+    shutil.rmtree(folder)
+    with pytest.raises(IngestError, match="no file or folder"):
+        kb.ingest(folder)
+    assert forgotten(kb, kb.ingest(folder, prune=True))
+
+
+def test_what_lies_in_a_folder_that_cannot_be_listed_is_kept(
+    kb: KnowledgeBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "notes" / os.fsdecode(b"n\xe9")
+    folder.mkdir(parents=True)
+    (folder / "bridge.txt").write_text(BRIDGE)
+    kb.ingest(tmp_path / "notes")
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if str(path) == str(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    done = kb.ingest(tmp_path / "notes", prune=True)
+    assert (done.pruned, len(done.skipped)) == (0, 1)
+    assert found(kb) == {BRIDGE}
+
+
 def test_the_command_line_says_what_is_forgotten(
     cli: Cli, notes: Path, tiny_embedding_model: Path, tmp_path: Path
 ) -> None:
@@ -163,4 +214,8 @@ def test_the_command_line_says_what_is_forgotten(
     assert done.code == 3
     assert "1 skipped, 1 forgotten" in done.out
     assert f"skipped {notes / 'bridge.txt'}: empty; what was read from it before is forgotten" in done.err
-    assert cli("ingest", notes, "--json").json["pruned"] == 0
+    (notes / "moon.txt").unlink()
+    assert cli("ingest", notes / "moon.txt", "--json").json["error"]["type"] == "IngestError"
+    done = cli("ingest", notes / "moon.txt", "--prune", "--json")
+    assert (done.code, done.json["pruned"]) == (0, 1)
+    assert cli("ingest", notes / "moon.txt", "--prune", "--json").code == 1

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from command_line import RUN, Cli
 
-from ragblend.errors import ContextWindowError, InvalidSettingError
+from ragblend.errors import ContextWindowError, IngestError, InvalidSettingError
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.index import DocumentIndex, NewChunk
 from ragblend.kb.ingestion import Ingestion
@@ -94,6 +95,25 @@ def test_a_store_and_a_model_in_folders_whose_names_are_no_utf8(
     done = cli("ingest", documents, "--model", model, "--json")
     assert done.code == 1
     assert "UTF-8" in done.json["error"]["message"]
+
+
+@needs_embedding
+@pytest.mark.parametrize("given", [str, Path, lambda path: [str(path)], lambda path: iter([path])])
+def test_one_path_is_as_good_as_a_list(
+    kb: KnowledgeBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Callable[[Path], Any]
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    done = kb.ingest(given(Path("notes")), prune=True)
+    assert (done.documents, done.skipped) == (1, ())
+    assert kb.index.digests().keys() == {str(tmp_path / "notes" / "a.txt")}
+
+
+@pytest.mark.parametrize("given", [3, None, b"notes", [b"notes"], ["notes", None], [["notes"]]])
+def test_what_is_no_path_is_refused(kb: KnowledgeBase, given: Any) -> None:
+    with pytest.raises(IngestError, match="paths are"):
+        kb.ingest(given)
 
 
 def test_a_path_that_is_no_utf8_and_not_there(cli: Cli) -> None:
