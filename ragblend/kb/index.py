@@ -225,6 +225,26 @@ class DocumentIndex:
             rows = self._db.execute("SELECT text FROM chunks GROUP BY digest ORDER BY digest LIMIT ?", (count,))
             return [text for (text,) in rows]
 
+    def texts_only_in(self, documents: Iterable[str]) -> set[str]:
+        """The texts of these documents' chunks that no chunk of another document has."""
+        among = set(documents)
+        texts: dict[bytes, str] = {}
+        with self._typed_errors("read"):
+            for document in among:
+                texts |= self._db.execute("SELECT digest, text FROM chunks WHERE document = ?", (document,)).fetchall()
+            holders = "SELECT DISTINCT document FROM chunks WHERE digest = ?"
+            return {
+                text
+                for digest, text in texts.items()
+                if among.issuperset(document for (document,) in self._db.execute(holders, (digest,)))
+            }
+
+    def without_chunk(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys that no chunk has, in their order."""
+        with self._typed_errors("read"):
+            noted = {key for (key,) in self._db.execute("SELECT DISTINCT key FROM kv")}
+        return [key for key in keys if key not in noted]
+
     def loose_keys(self) -> list[str]:
         """Keys under which there may be KV that no chunk has, sorted."""
         with self._typed_errors("read"):

@@ -3,7 +3,8 @@
 Chunks are prefilled behind their neighbours, the closest chunks of the corpus, so all vectors come first. A document
 enters the index only when the KV of all its chunks is stored. A run that is killed loses at most the document it was
 at, and finds the KV of that document's chunks when it comes back; what no document has in the end is deleted, whoever
-left it. KV that stands behind a text that has gone from the corpus is deleted, and those chunks are prefilled anew.
+left it, a killed run or a question. KV that stands behind a text that has gone from the corpus is deleted, and those
+chunks are prefilled anew.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ragblend.blend.variants import Note
 from ragblend.errors import ContextWindowError, InvalidSettingError
 from ragblend.kb.corpus import Corpus, SplitDocument
 from ragblend.kb.files import (
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from ragblend.chunks import IngestReport
 
 _log = logging.getLogger(__name__)
+
+_NOTES_AT_ONCE = 4096  # of some kilobytes each
 
 KNOWLEDGE = "knowledge"
 """The store's document that says how its documents are split and prefilled."""
@@ -97,9 +101,11 @@ class Ingestion:
         chunks = 0
         with self._index.ingesting() as alone:
             try:
+                self._loosen_learned(vanished)
                 for name in vanished:
                     self._index.remove(name)
                 unchanged, new, emptied = self._read(documents, skipped, progress)
+                self._loosen_learned([*emptied, *(split.name for split in new)])
                 for name in emptied:
                     self._index.remove(name)
                 corpus = Corpus(self._index, new)
@@ -270,6 +276,22 @@ class Ingestion:
         # In a store that is too small for everything, putting back what was evicted would evict the rest, each time.
         # A chunk that is asked about is learned then.
         return bool(chunk.kv_keys) and (self._evicts or all(key in self._store for key in chunk.kv_keys))
+
+    def _loosen_learned(self, documents: Iterable[str]) -> None:
+        """Write down what the store has of texts that are about to go with these documents, and no chunk knows of.
+
+        It is there because questions had it stored, when they found nothing else of these texts. Its notes tell whose
+        it is, whatever model made it, but not of very long texts: those are found for the model at hand.
+        """
+        gone = self._index.texts_only_in(documents)
+        if not gone:
+            return
+        unknown = self._index.without_chunk(self._store.keys())
+        for first in range(0, len(unknown), _NOTES_AT_ONCE):
+            notes = self._store.notes(unknown[first : first + _NOTES_AT_ONCE])
+            self._index.loosen([key for key, note in notes.items() if Note.from_bytes(note).text in gone])
+        if self._models.loaded:
+            self._index.loosen(key for text in gone for key in self._models.engine.variant_keys(text).values())
 
     def _delete(self, keys: Sequence[str]) -> None:
         for key in self._store.notes(list(keys)):

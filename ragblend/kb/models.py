@@ -48,6 +48,11 @@ class Models:
                 self._llm = RagBlendLLM(store=self._store, dtype=self._dtype, policy=self.policy, **chosen)
             return self._llm.engine
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the model that answers is there already."""
+        return self._llm is not None
+
     @cached_property
     def embedder(self) -> Embedder:
         return Embedder(self.embedding_name)

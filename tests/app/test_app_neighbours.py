@@ -214,6 +214,69 @@ def test_a_store_too_small_for_everything_stays_valid(make: Make) -> None:
     assert kb.ingest_texts({"a": BRIDGE, "d": CATS}).computed == 0
 
 
+def learned(kb: KnowledgeBase, text: str) -> list[str]:
+    """Lose what was ingested of a text, have a question miss it; the keys of what is then learned."""
+    for key in kb.engine.stored_variants(text).values():
+        kb.store.delete(key)
+    reply = kb.query("Which bridge?", top_k=9, max_tokens=1)
+    assert reply.report is not None
+    assert reply.report.misses
+    kb.engine.drain()
+    stored = kb.engine.stored_variants(text)
+    assert stored.keys() == {"filler", "head"}
+    assert stored["filler"] not in kb.index.kv_keys(kb.models.signature)
+    return sorted(stored.values())
+
+
+@pytest.mark.parametrize("change", [{"a": CATS}, {"a": ""}])
+def test_what_a_question_had_stored_goes_with_its_document(kb: KnowledgeBase, change: dict[str, str]) -> None:
+    kb.ingest_texts({"a": BRIDGE, "again": BRIDGE, "b": GRANITE, "c": MOON})
+    keys = learned(kb, BRIDGE)
+    kb.ingest_texts({"again": MOON})
+    assert set(keys) <= set(kb.store.keys()), "another document has that text"
+    kb.ingest_texts(change)
+    assert not set(keys) & set(kb.store.keys())
+    assert agree(kb)
+    assert kb.store.keys() == kb.index.kv_keys(kb.models.signature)
+
+
+def test_what_another_model_learned_goes_with_prune_and_loads_no_model(
+    make: Make, other_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "bridge.txt"
+    file.write_text(BRIDGE)
+    with make() as one:
+        one.ingest(file)
+    with make(model=other_model) as other:
+        other.query(BRIDGE, max_tokens=1)
+        other.engine.drain()
+        assert len(other.engine.stored_variants(BRIDGE)) == 2
+    file.unlink()
+    with make() as one:
+        assert one.ingest(file, prune=True).pruned == 1
+        assert one.store.keys() == []
+        assert not one.models.loaded
+
+
+def test_what_was_learned_goes_with_an_ingest_that_is_killed_too(
+    kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
+    keys = learned(kb, BRIDGE)
+
+    def stop() -> list[str]:
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kb.index, "stale_keys", stop)
+        with pytest.raises(Stopped):
+            kb.ingest_texts({"a": CATS})
+    assert BRIDGE not in {chunk.text for chunk in kb.index.chunks_of("a", kb.models.signature)}
+    kb.ingest_texts({"d": "Gulls sleep on one leg."})
+    assert not set(keys) & set(kb.store.keys())
+    assert agree(kb)
+
+
 class Stopped(BaseException):
     """As if the process had ended."""
 
