@@ -241,6 +241,8 @@ class Ingestion:
         else:
             neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
         self._index.loosen(key for text in texts for key in self._models.engine.variant_keys(text).values())
+        if self._models.auto_dtype:  # the next ingest is to know by which name the index has what is done now
+            remember(self._store, auto_dtype=self._models.auto_dtype)
         # One more step than texts: the commit is still to come.
         report = self._models.engine.ingest(
             texts, neighbours=neighbours, progress=lambda count: at_work(count / (len(texts) + 1))

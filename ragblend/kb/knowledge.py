@@ -114,7 +114,14 @@ class KnowledgeBase:
         self.chunk_tokens: int = chunk_tokens or (kept if usable else DEFAULT_CHUNK_TOKENS)
         self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
         self._opening_sessions = threading.Lock()
-        self.models = Models(self.store, model, embedding_model or known or DEFAULT_EMBEDDING_MODEL, self.policy, dtype)
+        self.models = Models(
+            self.store,
+            model,
+            embedding_model or known or DEFAULT_EMBEDDING_MODEL,
+            self.policy,
+            dtype,
+            auto_dtype=str(before.get("auto_dtype") or ""),
+        )
 
     # ---- ingest
 

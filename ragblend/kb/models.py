@@ -30,10 +30,17 @@ class Models:
     """
 
     def __init__(
-        self, store: KVStore, model: str | Path | None, embedding_name: str, policy: Policy, dtype: str = "auto"
+        self,
+        store: KVStore,
+        model: str | Path | None,
+        embedding_name: str,
+        policy: Policy,
+        dtype: str = "auto",
+        auto_dtype: str = "",
     ) -> None:
+        """auto_dtype: what the dtype "auto" came to when a model was loaded last; "" if nobody knows."""
         self.embedding_name, self.policy = embedding_name, policy
-        self._store, self._model, self._dtype = store, model, dtype
+        self._store, self._model, self._dtype, self._auto_dtype = store, model, dtype, auto_dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
 
@@ -67,13 +74,24 @@ class Models:
         path = Path(self._model).expanduser()
         return printable(str(path.resolve() if path.exists() else self._model))
 
-    @cached_property
+    @property
     def signature(self) -> str:
-        """Names in the index what made the KV, without loading it: the model, and the policy if it is not the default.
-        The real identity is in the KV's keys; a wrong guess here costs a look-up or a miss."""
-        return self._model_signature + ("" if self.policy == DEFAULT_POLICY else f"|{self.policy}")
+        """Names in the index what made the KV, without loading it: the model, the policy if it is not the default, and
+        the dtype. The real identity is in the KV's keys; a wrong guess here costs a look-up or a miss."""
+        policy = "" if self.policy == DEFAULT_POLICY else self.policy
+        return "|".join(filter(None, (self._model_signature, policy, self.auto_dtype or self._dtype)))
 
     @property
+    def auto_dtype(self) -> str:
+        """What the dtype "auto" comes to: it is measured when the model is loaded, and as it was before until then.
+
+        "" if another one was asked for, or nobody knows.
+        """
+        if self._dtype == "auto" and self._llm is not None:
+            return str(self._llm.engine.decoder.dtype).removeprefix("torch.")
+        return self._auto_dtype if self._dtype == "auto" else ""
+
+    @cached_property
     def _model_signature(self) -> str:
         path = Path(self._model or "").expanduser()
         if self._model is None or not path.exists():

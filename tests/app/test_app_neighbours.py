@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from command_line import Cli
 
 from ragblend.blend.variants import Note
 from ragblend.evaluation.cases import two_hop
 from ragblend.kb import KnowledgeBase
+from ragblend.model import sources
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
 
@@ -38,8 +41,8 @@ def make(tmp_path: Path, tiny_model: Path) -> Iterator[Make]:
     """Open knowledge bases in folders of the test's own, and close them in the end."""
     opened: list[KnowledgeBase] = []
 
-    def make(name: str = "store", *, model: Path = tiny_model, size_limit_bytes: int | None = None) -> KnowledgeBase:
-        opened.append(KnowledgeBase(tmp_path / name, model=str(model), size_limit_bytes=size_limit_bytes))
+    def make(name: str = "store", *, model: Path = tiny_model, **settings: Any) -> KnowledgeBase:
+        opened.append(KnowledgeBase(tmp_path / name, model=str(model), **settings))
         return opened[-1]
 
     yield make
@@ -275,6 +278,41 @@ def test_what_was_learned_goes_with_an_ingest_that_is_killed_too(
     kb.ingest_texts({"d": "Gulls sleep on one leg."})
     assert not set(keys) & set(kb.store.keys())
     assert agree(kb)
+
+
+def test_each_dtype_has_kv_of_its_own(make: Make) -> None:
+    texts = {"a": BRIDGE, "b": GRANITE}
+    for dtype in ("float32", "bfloat16"):
+        with make(dtype=dtype) as kb:
+            assert kb.ingest_texts(texts).computed == 2
+            assert agree(kb)
+    for dtype in ("float32", "bfloat16"):
+        with make(dtype=dtype) as kb:
+            assert kb.ingest_texts(texts).computed == 0
+            assert not kb.models.loaded
+            assert len(kb.engine.stored_variants(BRIDGE)) == 2
+
+
+def test_the_dtype_is_what_auto_comes_to(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"a": BRIDGE, "b": GRANITE}
+    monkeypatch.setattr(sources, "fastest_dtype", lambda device: torch.float32)
+    with make() as kb:
+        assert kb.ingest_texts(texts).computed == 2
+        assert agree(kb)
+    with make() as kb:
+        assert (kb.ingest_texts(texts).computed, kb.models.loaded) == (0, False)
+    with make(dtype="float32") as kb:
+        assert (kb.ingest_texts(texts).computed, kb.models.loaded) == (0, False)
+
+    monkeypatch.setattr(sources, "fastest_dtype", lambda device: torch.bfloat16)  # as on another machine
+    with make() as kb:
+        kb.query("Which bridge?", max_tokens=1)
+        kb.engine.drain()
+        kb.ingest_texts(texts)
+        assert agree(kb)
+    with make() as kb:
+        assert (kb.ingest_texts(texts).computed, kb.models.loaded) == (0, False)
+        assert len(kb.index.kv_keys(kb.models.signature)) == 4
 
 
 class Stopped(BaseException):
