@@ -27,13 +27,17 @@ _HTML_HEADINGS = ["h1", "h2", "h3", "h4", "h5", "h6"]
 _HTML_BLOCKS = [
     *_HTML_HEADINGS,
     *("article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "header", "hr", "li"),
-    *("main", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "tr", "ul"),
+    *("main", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "textarea", "tr", "ul"),
 ]
-# Stands before a heading of HTML, with its level, until the text is final and offsets can be told. No character: HTML
-# that holds one nevertheless is given U+FFFD for it, and text of other kinds is not looked through for any.
-_MARK = "\ufdd0"
+_HTML_VERBATIM = ["pre", "textarea"]
+# Stand before a heading of HTML, with its level, until the text is final and offsets can be told, and before lines that
+# are left as they are. No characters: HTML that holds one nevertheless is given U+FFFD for it, and text of other kinds
+# is not looked through for any.
+_MARK, _VERBATIM = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_MARK}{_VERBATIM}]")
 _HEADINGS = "html_headings"  # under which the reader gives them, beside the text
 _MARKED = re.compile(f"^{_MARK}([1-6])", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\A(?:\s*\n)?")  # those that a text begins with
 
 
 class Skipped(NamedTuple):
@@ -240,8 +244,8 @@ def _html_reader() -> BaseReader:
             # Not the whole head: where its end is left out, as HTML allows, this parser puts the body into it.
             for tag in [*soup(["script", "style", "template", "noscript"]), *soup.select("head > title")]:
                 tag.decompose()
-            for string in soup.find_all(string=re.compile(_MARK)):
-                string.replace_with(type(string)(string.replace(_MARK, "\ufffd")))  # a comment stays one
+            for string in soup.find_all(string=_MARKS):
+                string.replace_with(type(string)(_MARKS.sub("\ufffd", string)))  # a comment stays one
             for tag in soup(["td", "th"]):
                 tag.insert_after(" ")
             for tag in soup(_HTML_HEADINGS):
@@ -250,6 +254,9 @@ def _html_reader() -> BaseReader:
             for tag in soup(_HTML_BLOCKS):
                 tag.insert_before("\n")
                 tag.insert_after("\n")
+            for tag in soup(_HTML_VERBATIM):
+                lines = _BLANK_LINES.sub("", tag.get_text()).rstrip().splitlines()
+                tag.string = "\n".join(_VERBATIM + line for line in lines)
             text, headings = _unmarked(_tidy(soup.get_text().splitlines()).strip())
             return [Document(text=text, metadata={**(extra_info or {}), _HEADINGS: headings})]
 
@@ -267,10 +274,15 @@ def _unmarked(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def _tidy(lines: Iterable[str]) -> str:
-    """Lines without outer white space, and runs of empty ones as one, so that paragraphs stay paragraphs."""
+    """Lines without outer white space, and runs of empty ones as one, so that paragraphs stay paragraphs.
+
+    Lines that are marked to be left as they are lose their mark only, and the white space at their ends.
+    """
     tidy: list[str] = []
     for line in lines:
-        line = line.strip()
-        if line or (tidy and tidy[-1]):
-            tidy.append(line)
+        bare = line.strip()
+        if bare.startswith(_VERBATIM):
+            tidy.append(bare.removeprefix(_VERBATIM))
+        elif bare or (tidy and tidy[-1]):
+            tidy.append(bare)
     return "\n".join(tidy)

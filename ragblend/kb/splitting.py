@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from ragblend.kb.files import Part
 
-SPLITTING_VERSION = 3
-"""Raised when the same text is split in another way: documents are then split anew at the next ingest."""
+SPLITTING_VERSION = 4
+"""Raised when the same file is read or split in another way: documents are then split anew at the next ingest."""
 
 # Ranks of borders; headings have their level, from 1.
 _PARAGRAPH, _ITEM, _TOP, _BLANK, _LINE = 10, 11, 20, 21, 22

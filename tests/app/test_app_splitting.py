@@ -143,11 +143,13 @@ def test_no_text_is_taken_for_the_mark_of_a_heading(tmp_path: Path) -> None:
     for name in ("a.txt", "a.md"):
         (tmp_path / name).write_text(text)
         assert read_file(tmp_path / name) == [Part(text, {})]
-    html = f"<meta charset=utf-8><p>{text}<h2>\ufdd03</h2><p>&#xFDD0;4 <b>\ufdd0</b>5<!-- \ufdd0 -->"
+    html = (
+        f"<meta charset=utf-8><p>{text}<h2>\ufdd03</h2><p>&#xFDD0;4 <b>\ufdd0</b>5<!-- \ufdd0 --><pre>\ufdd16\n\ufdd17"
+    )
     (tmp_path / "a.html").write_text(html)
     (part,) = read_file(tmp_path / "a.html")
     mark = "\ufffd"
-    assert part.text.split() == f"{text}\n\ufdd03\n\ufdd04 \ufdd05".replace("\ufdd0", mark).split()
+    assert part.text.split() == f"{text}\n\ufdd03\n\ufdd04 \ufdd05 \ufdd06 \ufdd07".replace("\ufdd0", mark).split()
     assert [(part.text[at:].split("\n")[0], level) for at, level in part.headings] == [(f"{mark}3", 2)]
 
 
@@ -195,6 +197,14 @@ def test_a_text_without_a_character_has_no_chunks() -> None:
             "Built Height\n\n1931 42",
         ),
         ("<details><summary>More</summary>Details</details>", "More\nDetails"),
+        (
+            "<p>So:</p><pre>\n<code><span>def</span> f():\n    if x:\n\n\n        return 1 \n</code>\n</pre><p> Then.",
+            "So:\n\ndef f():\n    if x:\n\n\n        return 1\n\nThen.",
+        ),
+        ("<div><p>Type<textarea>\n  a:\r\n    - b\n</textarea>here</div>", "Type\n  a:\n    - b\nhere"),
+        ("<table><tr><td><pre>a\n  b</pre></td><td>  c</td></tr></table>", "a\n  b\nc"),
+        ("<p>None:<pre> \n </pre><pre></pre>of it", "None:\n\nof it"),
+        ("<pre>a\n  <h2>b</h2>\n  c</pre>", "a\n\nb\n\n  c"),
     ],
 )
 def test_text_of_html_is_kept_and_does_not_run_together(tmp_path: Path, html: str, text: str) -> None:
