@@ -17,7 +17,7 @@ that it does not happen every turn. What is left is prefilled anew, also while t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -251,8 +251,10 @@ class ChatSession:
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidSettingError where the engine would, before a turn is asked."""
+    """The settings as the engine takes them. Raises InvalidSettingError where it would, before a turn is asked."""
     chosen = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(stop := chosen.get("stop"), Iterable):  # in all the ways in which RagBlendLLM takes it
+        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "ratio" in chosen:
         check_ratio(chosen["ratio"])
     if "selector" in chosen:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llama_index.core.schema import NodeWithScore
@@ -252,6 +253,18 @@ def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> N
         kb.session("a").chat("Who?", colour="red")
     with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
         empty.session("a")
+
+
+@pytest.mark.parametrize("stop", [str, lambda text: [text], lambda text: (text,), lambda text: iter([text])])
+def test_stop_strings_are_given_as_for_a_query(kb: KnowledgeBase, stop: Callable[[str], Any]) -> None:
+    how: dict[str, Any] = {"top_k": 2, "max_tokens": 12}
+    whole = kb.query(BRIDGE, **how).text
+    assert kb.query(BRIDGE, stop=stop(whole[3]), **how).text == whole[: whole.index(whole[3])]
+    said = kb.session("whole", **how).chat(BRIDGE).text
+    assert kb.session("all", stop=stop(said[3]), **how).chat(BRIDGE).text == said[: said.index(said[3])]
+    assert kb.session("one", **how).chat(BRIDGE, stop=stop(said[3])).text == said[: said.index(said[3])]
+    with pytest.raises(InvalidSettingError, match="stop"):
+        kb.session("empty", stop="")
 
 
 def test_a_file_that_was_cut_off_loses_one_turn_at_most(tmp_path: Path) -> None:
