@@ -13,7 +13,8 @@ from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayloa
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.memory import ChatMemoryBuffer
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from llama_index.node_parser.ragblend import KVPrefill
 
@@ -147,6 +148,28 @@ def test_what_was_evicted_is_a_miss_and_is_learned(
     engine.prefix_cache.clear()
     queries.query("Another question?")
     assert (llm.last_report.hits, llm.last_report.misses) == (3, 0)
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["windows", "sentences"])
+@pytest.mark.parametrize("ingested", ["the other text", "nothing"])
+def test_windows_or_sentences_that_were_missed_are_learned(
+    llm: RagBlendLLM, engine: Recorder, settings: Any, texts: list[str], replaced: bool, ingested: str
+) -> None:
+    settings.llm, settings.embed_model = llm, MockEmbedding(embed_dim=4)
+    prefill = KVPrefill(llm=llm, window_metadata_key=None if replaced else "window")
+    steps = [SentenceWindowNodeParser.from_defaults(window_size=1), *([prefill] if ingested != "nothing" else [])]
+    index = VectorStoreIndex.from_documents([Document(text=" ".join(texts))], transformations=steps)
+    replace = [MetadataReplacementPostProcessor("window")] if replaced else []
+    queries = index.as_query_engine(similarity_top_k=3, node_postprocessors=replace)
+    seen = []
+    for question in (QUESTION, "Another question?"):
+        sources = queries.query(question).source_nodes
+        assert llm.last_report is not None
+        seen.append((llm.last_report.hits, llm.last_report.misses))
+        assert len(sources) == 3
+        engine.drain()
+        engine.prefix_cache.clear()
+    assert seen == [(0, 3), (3, 0)]
 
 
 def test_at_ratio_1_the_answer_is_that_of_the_models_own_generate(

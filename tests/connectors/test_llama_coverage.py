@@ -50,6 +50,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
+from llama_index.node_parser.ragblend import KVPrefill
 from transformers import LlamaForCausalLM
 
 from ragblend.settings import EngineSettings
@@ -332,16 +333,11 @@ def _auto_merging(shelf: Shelf) -> Sequence[str]:
 
 @way
 def _sentence_windows(shelf: Shelf) -> Sequence[str]:
-    parser = SentenceWindowNodeParser.from_defaults(
-        window_size=1, sentence_splitter=lambda text: [part for part in text.split("\n\n") if part.strip()]
-    )
-    nodes = parser.get_nodes_from_documents(list(shelf.documents[:2]))
-    for node in nodes:
-        node.excluded_llm_metadata_keys.append("package")
-    shelf.engine.ingest(str(node.metadata["window"]) for node in nodes)
-    index = VectorStoreIndex(nodes)
-    replace = MetadataReplacementPostProcessor(target_metadata_key="window")
+    transformations = [SentenceWindowNodeParser.from_defaults(), KVPrefill(llm=shelf.llm)]
+    index = VectorStoreIndex.from_documents(list(shelf.documents[:1]), transformations=transformations)
+    replace = MetadataReplacementPostProcessor("window")
     response = index.as_query_engine(similarity_top_k=TOP_K, node_postprocessors=[replace]).query(QUESTION)
+    assert len(shelf.engine.streams[-1].report.chunks) == TOP_K  # and no parts of them
     return texts_of(response.source_nodes)
 
 

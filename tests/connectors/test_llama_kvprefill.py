@@ -12,7 +12,7 @@ import pytest
 from llama_bench import MakeEngine, Recorder
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.schema import BaseNode, Document, TextNode
 from llama_index.llms.ragblend import RagBlendLLM
 from llama_index.node_parser.ragblend import KVPrefill
@@ -80,6 +80,40 @@ def test_a_chunk_is_a_nodes_content_whatever_its_metadata_and_id(engine: Recorde
     prefill([TextNode(text=texts[0], metadata={"file_path": "a.txt"})])
     prefill([TextNode(text=f"\n{texts[0]}  ", metadata={"file_path": "b.txt", "page": 3})])
     assert len(engine.store) == VARIANTS
+
+
+def test_a_text_that_will_replace_a_nodes_own_is_prefilled_instead(engine: Recorder, texts: list[str]) -> None:
+    sentence, window = texts[0].split(". ")[0], " ".join(texts[:3])
+
+    def stored(node: BaseNode, **settings: Any) -> list[str]:
+        prefill = KVPrefill(engine=engine, **settings)
+        prefill([node])
+        found = [text for text in (sentence, window) if engine.stored_variants(text)]
+        for text in found:
+            for key in engine.variant_keys(text).values():
+                engine.store.delete(key)
+        return found
+
+    def node(key: str, value: Any, *, shown: bool = False) -> BaseNode:
+        return TextNode(text=sentence, metadata={key: value}, excluded_llm_metadata_keys=[] if shown else [key])
+
+    assert stored(node("window", window)) == [window]
+    assert stored(node("window", window), window_metadata_key=None) == [sentence]
+    assert stored(node("around", window)) == [sentence]
+    assert stored(node("around", window), window_metadata_key="around") == [window]
+    # Metadata that happens to have this name.
+    assert stored(node("window", window, shown=True)) == [sentence]
+    assert stored(node("window", 5)) == [sentence]
+
+
+def test_a_cached_pipeline_comes_back_for_other_texts(engine: Recorder, texts: list[str]) -> None:
+    documents = [Document(text=" ".join(texts[:3]))]
+    pipeline = IngestionPipeline(transformations=[SentenceWindowNodeParser.from_defaults(), KVPrefill(engine=engine)])
+    (sentence, *_) = pipeline.run(documents=documents)
+    assert not engine.stored_variants(sentence.get_content())
+    pipeline.transformations[-1] = KVPrefill(engine=engine, window_metadata_key=None)
+    pipeline.run(documents=documents)
+    assert engine.stored_variants(sentence.get_content())
 
 
 def test_empty_nodes_are_skipped(engine: Recorder, texts: list[str]) -> None:

@@ -118,8 +118,9 @@ class RagBlendLLM(FunctionCallingLLM):
         stopping_ids: tokens that end an answer. Those of the model do so anyway; others are refused: use `stop`.
         set_tokenizer: let LlamaIndex count tokens with this model's tokenizer (`Settings.tokenizer`), unless the user
             set one. False leaves that setting alone.
-        learn_retrieved: chunks that a retriever returns are found in the prompts that follow although they were never
-            ingested, and are learned when they are first asked about. False: only ingested ones are found.
+        learn_retrieved: chunks that a retriever returns, and the windows around them that SentenceWindowNodeParser put
+            into their metadata, are found in the prompts that follow although they were never ingested, and are learned
+            when they are first asked about. False: only ingested ones are found.
         lazy: open model and store on first use.
         engine: an engine to use instead of opening one. It keeps its own preamble, and stays open on `close`.
         **others: the other settings of an engine (`EngineSettings`) that is opened here; the other fields of
