@@ -1,7 +1,8 @@
 """A conversation's turns, in memory and in a file: one JSON object a line, appended and synced turn by turn.
 
-A process that is killed while it writes leaves a last line that is cut off; that turn never was. Turns leave the
-conversation at its beginning only, and the file is then made again aside and renamed.
+Several processes may keep one conversation: whoever appends or rewrites is alone in the folder, and reads what the
+others wrote before. A process that is killed while it writes leaves a last line that is cut off; that turn never was.
+Turns leave the conversation at its beginning only, and the file is then made again aside and renamed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import errno
 import json
 import os
 import re
+import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ragblend.errors import InvalidSettingError, StoreError, StoreFullError
 
 DEFAULT_MAX_TURNS = 32
 
+_LOCK = "sessions.lock"  # SQLite's lock, as an ingest's is: one that every system has
+_PATIENCE_S = 60.0
+_ASIDE = ".rewritten"  # one for all conversations of a folder: a process that is killed leaves one at most
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -32,8 +38,16 @@ class Turn:
     answer: str
 
 
+class _State(NamedTuple):
+    """By which a file is known to be as it was."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
 class Conversation:
-    """The turns of one chat. Threads may share it."""
+    """The turns of one chat. Threads may share it, and other processes may have one on the same file."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """Load the conversation of this name, or begin one; nothing is written before its first turn.
@@ -47,14 +61,29 @@ class Conversation:
                 f"a session's id is 1 to 128 letters, digits, '.', '_' and '-', and begins with a letter or a digit; "
                 f"got {name!r}"
             )
-        self._path = folder / f"{name}.jsonl"
+        self._path, self._aside = folder / f"{name}.jsonl", folder / _ASIDE
         self._lock = threading.Lock()
-        self._turns = self._read()
+        self._stored: tuple[Turn, ...] = ()
+        self._unwritten: tuple[Turn, ...] = ()  # where writing failed
+        self._seen: _State | None = None  # of the file when it held what is stored; None: there was none
+        with self._typed_errors("read"):
+            if folder.exists():
+                with self._alone():
+                    self._aside.unlink(missing_ok=True)
+                    self._catch_up()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What has been said, oldest first."""
-        return self._turns
+        """What has been said, oldest first, whoever wrote it down.
+
+        Raises:
+            StoreError: the file was changed and cannot be read.
+        """
+        with self._lock, self._typed_errors("read"):
+            if self._state() != self._seen:
+                with self._alone():
+                    self._catch_up()
+            return (*self._stored, *self._unwritten)
 
     def add(self, turn: Turn, forget: Sequence[Turn] = ()) -> None:
         """Append a turn.
@@ -63,19 +92,20 @@ class Conversation:
             forget: the oldest turns, which go, unless they have gone already.
 
         Raises:
-            StoreError, StoreFullError: it cannot be written; it is in memory all the same.
+            StoreError, StoreFullError: it cannot be written; it is in memory all the same, and is written with the
+                next one.
         """
         with self._lock, self._typed_errors("write"):
-            drop = len(forget) if self._turns[: len(forget)] == tuple(forget) else 0
-            self._turns = (*self._turns[drop:], turn)
-            if drop:
-                self._rewrite()
-                return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.write(_line(turn))
-                file.flush()
-                os.fsync(file.fileno())
+            self._unwritten = (*self._unwritten, turn)
+            with self._alone():
+                self._catch_up()
+                turns = (*self._stored, *self._unwritten)
+                drop = len(forget) if turns[: len(forget)] == tuple(forget) else 0
+                if drop:
+                    self._rewrite(turns[drop:])
+                else:
+                    self._append(self._unwritten)
+                self._stored, self._unwritten, self._seen = turns[drop:], (), self._state()
 
     def clear(self) -> None:
         """Forget everything that was said, on the disk, too.
@@ -84,37 +114,69 @@ class Conversation:
             StoreError: the file cannot be removed.
         """
         with self._lock, self._typed_errors("remove"):
-            self._turns = ()
-            self._path.unlink(missing_ok=True)
+            self._stored = self._unwritten = ()
+            with self._alone():
+                self._path.unlink(missing_ok=True)
+                self._seen = None
 
-    def _read(self) -> tuple[Turn, ...]:
-        with self._typed_errors("read"):
-            try:
-                data = self._path.read_bytes()
-            except FileNotFoundError:
-                return ()
-            turns: list[Turn] = []
-            for line in data.splitlines(keepends=True):
-                try:
-                    record = json.loads(line)
-                    turns.append(Turn(str(record["question"]), str(record["answer"])))
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    continue  # the turns behind a damaged line are as good as ever
-            self._turns = tuple(turns)
-            if b"".join(map(_line, turns)) != data:
-                self._rewrite()  # nothing is ever appended to a line that was cut off
-            return self._turns
-
-    def _rewrite(self) -> None:
-        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}")
+    def _state(self) -> _State | None:
         try:
-            with aside.open("wb") as file:
-                file.write(b"".join(map(_line, self._turns)))
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return _State(found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def _catch_up(self) -> None:
+        """Read the file, and mend it: nothing is ever appended to a line that was cut off. For who is alone."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            data = b""
+        turns: list[Turn] = []
+        for line in data.splitlines(keepends=True):
+            try:
+                record = json.loads(line)
+                turns.append(Turn(str(record["question"]), str(record["answer"])))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # the turns behind a damaged line are as good as ever
+        self._stored = tuple(turns)
+        if _lines(turns) != data:
+            self._rewrite(turns)
+        self._seen = self._state()
+
+    def _append(self, turns: Sequence[Turn]) -> None:
+        try:
+            with self._path.open("ab") as file:
+                file.write(_lines(turns))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # they are written again, and must not be there twice
+                os.truncate(self._path, self._seen.size if self._seen else 0)
+            raise
+
+    def _rewrite(self, turns: Sequence[Turn]) -> None:
+        try:
+            with self._aside.open("wb") as file:
+                file.write(_lines(turns))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._aside, self._path)
         finally:
-            aside.unlink(missing_ok=True)
+            self._aside.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else reads or writes a conversation of this folder meanwhile.
+
+        The system releases the lock when the process dies, however it dies.
+        """
+        folder = self._path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(sqlite3.connect(folder / _LOCK, timeout=_PATIENCE_S, isolation_level=None)) as lock:
+            lock.execute("PRAGMA journal_mode = OFF")  # nothing is ever written
+            lock.execute("BEGIN EXCLUSIVE")
+            yield
 
     @contextlib.contextmanager
     def _typed_errors(self, verb: str) -> Iterator[None]:
@@ -124,7 +186,12 @@ class Conversation:
             if error.errno in _FULL:
                 raise StoreFullError(f"the disk of {self._path} is full: free some space") from error
             raise StoreError(f"cannot {verb} the conversation {self._path}: {error}") from error
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot {verb} the conversation {self._path}, since {_LOCK} beside it cannot be locked ({error}): "
+                "see whether another process hangs, and whether the folder can be written"
+            ) from error
 
 
-def _line(turn: Turn) -> bytes:
-    return json.dumps(asdict(turn)).encode() + b"\n"
+def _lines(turns: Sequence[Turn]) -> bytes:
+    return b"".join(json.dumps(asdict(turn)).encode() + b"\n" for turn in turns)

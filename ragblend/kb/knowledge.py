@@ -301,7 +301,7 @@ class KnowledgeBase:
     ) -> ChatSession:
         """A chat in which what was said costs nothing any more. It is kept beside the index, and goes on where it was.
 
-        Sessions of one name share their turns.
+        Sessions of one name share their turns, in other processes, too.
 
         Args:
             name: letters, digits, ".", "_" and "-": whose chat it is.

@@ -103,7 +103,7 @@ class ReplyStream(Iterator[str]):
 
 
 class ChatSession:
-    """One chat. Threads may share it: turns that are asked at once do not know of each other.
+    """One chat. Threads and processes may share it: turns that are asked at once do not know of each other.
 
     chat = kb.session("someone")
     print(chat.chat("Who designed the bridge?").text)
@@ -138,7 +138,11 @@ class ChatSession:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What has been said and is still known, oldest first."""
+        """What has been said and is still known, oldest first.
+
+        Raises:
+            StoreError: another process changed the file of the conversation, and it cannot be read.
+        """
         return self._conversation.turns
 
     def chat(self, message: str, **settings: Any) -> Reply:

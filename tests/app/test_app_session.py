@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +14,14 @@ from typing import Any
 import pytest
 from llama_index.core.schema import NodeWithScore
 
-from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError, StoreError
+from ragblend.errors import (
+    ContextWindowError,
+    EmptyPromptError,
+    IngestError,
+    InvalidSettingError,
+    StoreError,
+    StoreFullError,
+)
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Conversation, Turn
 from ragblend.kb.session import DEFAULT_RATIO, ChatSession
@@ -295,3 +306,121 @@ def test_a_damaged_line_costs_no_turn_behind_it(tmp_path: Path, damaged: str) ->
     file.write_text("\n".join([lines[0], damaged, lines[2]]) + "\n")
     assert Conversation(tmp_path, "a").turns == (turns[0], turns[2])
     assert file.read_text().splitlines() == [lines[0], lines[2]]
+
+
+# -- two at once ------------------------------------------------------------------------------------------------------
+
+
+def turn(n: int, who: str = "a") -> Turn:
+    return Turn(f"question {n} of {who}", f"answer {n}")
+
+
+def test_two_knowledge_bases_share_a_chat(kb: KnowledgeBase) -> None:
+    with KnowledgeBase(kb.store.directory, model=str(kb.models._model)) as other_kb:
+        chats = [each.session("shared", top_k=1, max_turns=4, max_tokens=3) for each in (kb, other_kb)]
+        asked = [f"{MOON} {n}" for n in range(7)]
+        for n, message in enumerate(asked):
+            report = reply_to((kb, other_kb)[n % 2], chats[n % 2], message)
+            assert chats[0].turns == chats[1].turns == kb.session("shared").turns
+            assert len(chats[0].turns) <= 4
+            assert report.chunks[0].start > 0
+        assert [said.question for said in chats[0].turns] == asked[-len(chats[0].turns) :]
+        chats[1].clear()
+        assert chats[0].turns == ()
+
+
+def test_what_others_said_meanwhile_is_kept(tmp_path: Path) -> None:
+    one, other = Conversation(tmp_path, "a"), Conversation(tmp_path, "a")
+    one.add(turn(0))
+    other.add(turn(1))
+    assert one.turns == other.turns == (turn(0), turn(1))
+    seen = other.turns
+    one.add(turn(2))
+    other.add(turn(3), forget=seen[:1])  # does not know of 2
+    assert one.turns == other.turns == Conversation(tmp_path, "a").turns == (turn(1), turn(2), turn(3))
+    one.add(turn(4), forget=seen[:1])  # gone already
+    assert other.turns == (turn(1), turn(2), turn(3), turn(4))
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join([lines[0], b"{damaged\n", *lines[2:], b'{"question": "cut o']))
+    one.add(turn(5))
+    assert one.turns == other.turns == Conversation(tmp_path, "a").turns == (turn(1), turn(3), turn(4), turn(5))
+    other.clear()
+    assert one.turns == ()
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from ragblend.kb.conversation import Conversation, Turn
+folder, who = Path(sys.argv[1]), sys.argv[2]
+conversation = Conversation(folder, "a")
+sys.stdin.readline()  # both begin at once
+for n in range(40):
+    said = conversation.turns
+    forgotten = said[:4] if len(said) > 8 else ()
+    conversation.add(Turn(f"question {n} of {who}", f"answer {n}"), forget=forgotten)
+    print(*(turn.question for turn in forgotten), sep="\\n")
+"""
+
+
+def test_two_processes_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, tmp_path, who], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for who in "ab"
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    left = [said.question for said in Conversation(tmp_path, "a").turns]
+    asked = {turn(n, who).question for n in range(40) for who in "ab"}
+    assert len(left) == len(set(left))
+    assert set(left) | {line for lines in printed for line in lines.splitlines() if line} == asked
+    assert set(os.listdir(tmp_path)) == {"a.jsonl", "sessions.lock"}
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from ragblend.kb.conversation import Conversation, Turn
+conversation = Conversation(Path(sys.argv[1]), "a")
+os.replace = lambda *_: os._exit(9)
+conversation.add(Turn("never", "said"), forget=conversation.turns[:1])
+"""
+
+
+def test_a_kill_while_a_file_is_made_again_costs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    turns = tuple(map(turn, range(3)))
+    for each in turns:
+        Conversation(tmp_path, "a").add(each)
+    before = set(os.listdir(tmp_path))
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", KILLED, tmp_path]).returncode == 9
+    assert len(set(os.listdir(tmp_path)) - before) == 1
+    Conversation(tmp_path, "b")
+    assert set(os.listdir(tmp_path)) == before
+    assert Conversation(tmp_path, "a").turns == turns
+
+
+def test_a_turn_that_could_not_be_written_is_written_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Conversation(tmp_path, "a")
+    conversation.add(turn(0))
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StoreFullError):
+            conversation.add(turn(1))
+    assert conversation.turns == (turn(0), turn(1))
+    assert Conversation(tmp_path, "a").turns == (turn(0),)
+    Conversation(tmp_path, "a").add(turn(2))
+    conversation.add(turn(3))
+    assert conversation.turns == Conversation(tmp_path, "a").turns == (turn(0), turn(2), turn(1), turn(3))
