@@ -227,9 +227,15 @@ def test_delete_nodes_by_id_by_filter_by_both_and_never_by_accident(store: RagBl
     store.delete_nodes(["unknown"])
     store.delete_nodes(["a", "b"], where("page", FilterOperator.GT, 1))
     assert sorted(ask(store, [1, 0])) == ["a", "c"]
-    for nothing in (None, MetadataFilters(filters=[])):
+    empty, some = MetadataFilters(filters=[]), where("page", FilterOperator.EQ, 1)
+    nested = MetadataFilters(filters=[MetadataFilters(filters=[empty])])
+    either = MetadataFilters(filters=[some, nested], condition=FilterCondition.OR)
+    for nothing in (None, empty, nested, either):
         with pytest.raises(InvalidSettingError, match=re.escape("clear() deletes everything")):
             store.delete_nodes(filters=nothing)
+        with pytest.raises(InvalidSettingError):
+            asyncio.run(store.adelete_nodes(filters=nothing))
+    assert sorted(ask(store, [1, 0])) == ["a", "c"]
     store.delete_nodes(filters=where("page", FilterOperator.EQ, 3))
     assert ask(store, [1, 0]) == ["a"]
 
@@ -555,6 +561,31 @@ def test_a_file_that_is_not_there_or_a_folder(store: RagBlendFaissStore, tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write"):
         store.persist(str(tmp_path / "file" / "vectors"))
+
+
+@pytest.mark.parametrize("named", [str, "file://{}".format])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_one_and_what_it_points_to_is_written_whole(
+    store: RagBlendFaissStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exists: bool,
+    named: Callable[[Any], str],
+) -> None:
+    target, link = tmp_path / "elsewhere" / "vectors", tmp_path / "link"
+    if exists:
+        target.parent.mkdir()
+        target.write_bytes(b"older")
+    link.symlink_to(Path("elsewhere") / "vectors")
+    store.persist(named(link))
+    assert link.is_symlink()
+    assert ask(RagBlendFaissStore.from_persist_path(str(target)), [1, 0]) == ["a", "b", "c"]
+    store.delete("one")
+    monkeypatch.setattr(LocalFileSystem, "mv", fail)
+    with pytest.raises(StoreError):
+        store.persist(named(link))
+    assert list(target.parent.iterdir()) == [target]
+    assert ask(RagBlendFaissStore.from_persist_path(named(link)), [1, 0]) == ["a", "b", "c"]
 
 
 def fail_halfway(self: Any, path: str, value: bytes, **kwargs: Any) -> None:

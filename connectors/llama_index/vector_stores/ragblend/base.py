@@ -141,10 +141,14 @@ class RagBlendFaissStore(BasePydanticVectorStore):
         """Delete the nodes that are named, that match, or, given both, that are named and match.
 
         Raises:
-            InvalidSettingError: neither is given, which would delete everything; or a filter is not understood.
+            InvalidSettingError: neither is given, or a group of filters without any filter in it, at whatever depth,
+                which would delete everything; or a filter is not understood.
         """
-        if node_ids is None and not (filters and filters.filters):
-            raise InvalidSettingError("delete_nodes needs node_ids or filters; clear() deletes everything")
+        if node_ids is None and (filters is None or _has_empty_group(filters)):
+            raise InvalidSettingError(
+                "delete_nodes needs node_ids or filters, and everything matches a group of filters that is empty: "
+                "leave such groups out; clear() deletes everything"
+            )
         with self._table.lock:
             gone = {row.id for row in self._chosen(node_ids=node_ids, filters=filters)}
             self._table.keep(lambda row: row.id not in gone)
@@ -244,11 +248,15 @@ class RagBlendFaissStore(BasePydanticVectorStore):
     def persist(self, persist_path: str = _DEFAULT_PATH, fs: AbstractFileSystem | None = None) -> None:
         """Write the store to one file: aside first, then renamed, so that there is always a whole one.
 
+        A symbolic link stays one: what it points to is written.
+
         Raises:
             StoreFullError: the disk is full; the file is as it was before.
             StoreError: it cannot be written.
         """
         path, files = os.fspath(persist_path), fs or LocalFileSystem()
+        if isinstance(files, LocalFileSystem):
+            path = os.path.realpath(files._strip_protocol(path))  # a rename would replace a link by the file
         aside = f"{path}.{uuid.uuid4().hex}.partial"
         # Two calls at once must not end with the older state in the file.
         with self._table.persisting:
@@ -553,6 +561,11 @@ def _matcher(filters: MetadataFilters | None) -> Callable[[_Fields], bool]:
     if combine is None:
         raise InvalidSettingError(f"the filter condition {filters.condition!r} is unknown: use and, or, not")
     return lambda fields: combine(part(fields) for part in parts)
+
+
+def _has_empty_group(filters: MetadataFilters) -> bool:
+    groups = [part for part in filters.filters if isinstance(part, MetadataFilters)]
+    return not filters.filters or any(map(_has_empty_group, groups))
 
 
 def _matcher_of_one(part: MetadataFilter) -> Callable[[_Fields], bool]:
