@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -176,21 +176,25 @@ def contexts(
 
 
 def neighbours_of(
-    texts: Sequence[str], vectors: np.ndarray, *, count: int = NEIGHBOURS, apart: Sequence[int] | None = None
+    texts: Sequence[str], vectors: np.ndarray, *, count: int = NEIGHBOURS, apart: Sequence[Collection[int]] = ()
 ) -> list[list[str]]:
     """For each text the closest other texts, closest first.
 
     Args:
         vectors: [texts, dimensions] float32.
-        apart: a group for each text; neighbours are then taken from other groups only.
+        apart: the groups that each text is in; a neighbour then shares none of them. (): there are no groups.
     """
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    members: dict[int, list[int]] = {}
+    for n, groups in enumerate(apart):
+        for group in groups:
+            members.setdefault(group, []).append(n)
     found = []
     reach = min(len(texts), 4 * count)  # equal texts and those of the same group are passed over
     for n, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         similarities = vectors @ vector
-        if apart is not None:
-            similarities[np.asarray(apart) == apart[n]] = -np.inf
+        for group in apart[n] if apart else ():
+            similarities[members[group]] = -np.inf
         closest = np.argpartition(-similarities, reach - 1)[:reach]
         order = closest[np.lexsort((closest, -similarities[closest]))]
         ranked = dict.fromkeys(texts[m] for m in order if similarities[m] > -np.inf)

@@ -116,7 +116,7 @@ def run(
         data: a JSONL file of {question, answers, chunks}. All of it is the corpus; `limit` questions are asked.
         ratios, strategies: what to compare, see strategies.py for the names.
         answer_tokens: tokens of the full prefill's answer over which distributions are compared.
-        strangers: take a chunk's neighbours from the chunks of other questions only, so that none is in the prompt.
+        strangers: take a chunk's neighbours from chunks that share no question with it, so that none is in the prompt.
         store: folder for the KV store; a temporary one when None.
         progress: called with (steps done, steps in all).
 
@@ -177,10 +177,13 @@ class Corpus:
     """The chunks of all questions, and each one's neighbours."""
 
     def __init__(self, questions: Sequence[Question], embedding_model: str, strangers: bool = False) -> None:
-        groups = {chunk: n for n, question in enumerate(questions) for chunk in question.chunks}
-        texts = list(groups)
+        asked: dict[str, set[int]] = {}  # a chunk may stand in the prompts of several questions
+        for n, question in enumerate(questions):
+            for chunk in question.chunks:
+                asked.setdefault(chunk, set()).add(n)
+        texts = list(asked)
         vectors = Embedder(embedding_model).embed(texts)
-        ranked = neighbours_of(texts, vectors, apart=list(groups.values()) if strangers else None)
+        ranked = neighbours_of(texts, vectors, apart=list(asked.values()) if strangers else ())
         self._neighbours = dict(zip(texts, ranked, strict=True))
 
     def neighbours(self, chunk: str) -> list[str]:

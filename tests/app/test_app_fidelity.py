@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from command_line import Cli
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation import fidelity, leaks
 from ragblend.evaluation.cases import two_hop, write_cases
-from ragblend.evaluation.strategies import NAMED, SELECTORS, parsed
+from ragblend.evaluation.strategies import NAMED, SELECTORS, Question, parsed
+from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
 NUMBERS = {
@@ -76,6 +78,17 @@ def test_ratio_one_is_a_full_prefill_and_less_is_not(measured: dict[str, Any]) -
         elif name.endswith("@0"):
             assert row["kl"] > 1e-7, name
             assert row["rows_fraction"] < 0.7, name
+
+
+def test_strangers_stand_in_no_prompt_of_the_chunk() -> None:
+    first, second = (
+        Question(str(n), case.question, case.answers, case.chunks) for n, case in enumerate(two_hop(2, chunks=3))
+    )
+    shared = replace(second, chunks=(*second.chunks, first.chunks[0]))  # its chunk is one of both questions
+    corpus = fidelity.Corpus([first, shared], DEFAULT_EMBEDDING_MODEL, strangers=True)
+    assert corpus.neighbours(first.chunks[0]) == []
+    assert set(corpus.neighbours(first.chunks[1])) == set(second.chunks)
+    assert set(corpus.neighbours(second.chunks[0])) == set(first.chunks[1:])
 
 
 def test_deviations_are_told_by_policy_layer_and_place(measured: dict[str, Any]) -> None:

@@ -136,7 +136,10 @@ def test_the_closest_other_texts_are_offered_closest_first() -> None:
     assert near[2] == near[4] == ["b", "a", "d", "f"]
     assert near[5] == ["d", "twin", "b", "a"]
     assert neighbours_of(texts, vectors, count=2) == [others[:2] for others in near]
-    assert neighbours_of(texts, vectors, apart=[0, 0, 0, 1, 1, 1])[:2] == [["twin", "d", "f"]] * 2
+    assert neighbours_of(texts, vectors, apart=[{0}, {0}, {0}, {1}, {1}, {1}])[:2] == [["twin", "d", "f"]] * 2
+    shared = neighbours_of(texts, vectors, apart=[{0}, {0}, {0}, {1}, {1}, {0, 1}])  # "f" stands in both groups
+    assert shared[:2] == [["twin", "d"]] * 2
+    assert shared[5] == []
     assert neighbours_of(texts[:1], vectors[:1]) == [[]]
     assert neighbours_of([], np.zeros((0, 2), dtype=np.float32)) == []
     assert neighbours_of(["a", "b"], np.zeros((2, 2), dtype=np.float32)) == [["b"], ["a"]]
