@@ -10,6 +10,7 @@ process and on every machine.
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 from collections.abc import Iterable
@@ -458,13 +459,14 @@ def write_cases(path: Path, cases: Iterable[Case]) -> None:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Read JSONL of {question, answers, chunks}. Without an id, the line's number is one; other keys are passed over.
+    """Read JSONL of {question, answers, chunks}. Without an id, the line's number is one; answers may be missing or
+    none, where nothing is known to be right; other keys are passed over.
 
     Raises:
         InvalidSettingError: the file cannot be read, or a line is not of that form; says which.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise InvalidSettingError(f"{path} cannot be read: {error}; give a JSONL file") from error
     return [_case(line, f"{path}, line {number}", number) for number, line in enumerate(lines, 1) if line.strip()]
@@ -473,13 +475,15 @@ def read_cases(path: Path) -> list[Case]:
 def _case(line: bytes, where: str, number: int) -> Case:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSettingError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("question"), str):
+    question = record.get("question") if isinstance(record, dict) else None
+    if not isinstance(question, str) or not question.strip():
         raise InvalidSettingError(f"{where}: an object with a question (text), answers and chunks is needed")
-    for name in ("answers", "chunks"):
-        values = record.get(name)
-        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-            raise InvalidSettingError(f"{where}: {name} must be a list of at least one text")
-    identity = str(record.get("id", number))
-    return Case(identity, record["question"], tuple(record["answers"]), tuple(record["chunks"]))
+    answers, chunks = record.get("answers", []), record.get("chunks")
+    for name, values in (("answers", answers), ("chunks", chunks)):
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise InvalidSettingError(f"{where}: {name} must be a list of texts")
+    if not chunks:
+        raise InvalidSettingError(f"{where}: chunks must be a list of at least one text")
+    return Case(str(record.get("id", number)), question, tuple(answers), tuple(chunks))

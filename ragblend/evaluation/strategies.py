@@ -6,7 +6,6 @@ policy/selector; a few have names of their own.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,9 @@ from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, Recom
 from ragblend.blend.variants import POLICIES, Policy
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
+from ragblend.evaluation.cases import read_cases
 from ragblend.model.decoder import Decoder, PreTrainedTokenizerBase
+from ragblend.prompt.match import MIN_INDEXED_CHARS, is_indexable
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
@@ -61,33 +62,26 @@ def read_questions(
 ) -> list[Question]:
     """Questions of a JSONL file of {question, answers, chunks}, each with `chunks` chunks of at most `chunk_tokens`.
 
+    Those with fewer chunks, or with one that is too short to be found in a prompt, are passed over: nothing of it
+    would be reused, and a full prefill be taken for a perfect blend.
+
     limit: so many at most; None: all.
 
     Raises:
-        InvalidSettingError: the file cannot be read, or has no question with that many chunks.
+        InvalidSettingError: as read_cases; or there is no question with that many chunks.
     """
     questions: list[Question] = []
-    try:
-        with data.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(questions) == limit:
-                    break
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                passages = [_cut(tokenizer, text, chunk_tokens) for text in record["chunks"][:chunks]]
-                passages = list(dict.fromkeys(p for p in passages if p))
-                if len(passages) == chunks:
-                    identity = str(record.get("id", number))
-                    answers = tuple(record.get("answers", ()))
-                    questions.append(Question(identity, record["question"], answers, tuple(passages)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidSettingError(
-            f"{data} is not a JSONL file of {{question, answers, chunks}}: {type(error).__name__}: {error}"
-        ) from error
+    for case in read_cases(data):
+        if len(questions) == limit:
+            break
+        passages = dict.fromkeys(_cut(tokenizer, text, chunk_tokens) for text in case.chunks[:chunks])
+        if len(passages) == chunks and all(map(is_indexable, passages)):
+            questions.append(Question(case.id, case.question, case.answers, tuple(passages)))
     if not questions:
         raise InvalidSettingError(
-            f"{data} holds no question with {chunks} different chunks: ask for fewer with --chunks"
+            f"{data} holds no question with {chunks} different chunks of {MIN_INDEXED_CHARS} characters or more when "
+            f"they are cut to {chunk_tokens} tokens; shorter ones are not found in a prompt: ask for fewer with "
+            "--chunks, or for longer ones with --chunk-tokens"
         )
     return questions
 

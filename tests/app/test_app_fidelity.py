@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,38 @@ def test_the_command_line_explains_what_is_wrong(cli: Cli, data: Path, tmp_path:
         done = cli("bench", *command, "--json")
         assert done.code == 1, command
         assert done.json["error"]["type"] == "InvalidSettingError", command
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"answers": "text"}, "line 2: answers"),
+        ({"answers": [1871]}, "line 2: answers"),
+        ({"chunks": "ab"}, "line 2: chunks"),
+        ({"question": None}, "line 2: .*question"),
+    ],
+)
+@pytest.mark.parametrize("bench", ["fidelity", "ttft", "budget", "chat"])
+def test_questions_of_another_form_are_refused(
+    cli: Cli, data: Path, tmp_path: Path, bench: str, wrong: dict[str, Any], reason: str
+) -> None:
+    good = json.loads(data.read_text().splitlines()[0])
+    file = tmp_path / "wrong.jsonl"
+    file.write_text("\n".join(map(json.dumps, (good, good | wrong))))
+    done = cli("bench", bench, "--data", file, "--chunks", "3", "--limit", "2", "--json")
+    assert done.code == 1
+    assert done.json["error"]["type"] == "InvalidSettingError"
+    assert re.search(f"{re.escape(str(file))}, {reason}", done.json["error"]["message"])
+
+
+def test_chunks_too_short_to_be_found_in_a_prompt_are_not_measured(cli: Cli, data: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"question": "Where?", "answers": ["Rome"], "chunks": ["Paris.", "Rome."]}))
+    for args in (["--data", short, "--chunks", "2"], ["--data", data, "--chunks", "3", "--chunk-tokens", "5"]):
+        done = cli("bench", "fidelity", *args, "--json")
+        assert done.code == 1
+        assert "32 characters" in done.json["error"]["message"]
+        assert "--chunk-tokens" in done.json["error"]["message"]
 
 
 def test_made_questions_are_written(cli: Cli, tmp_path: Path) -> None:

@@ -236,6 +236,12 @@ def test_reading_takes_lines_without_ids_and_passes_over_other_keys(tmp_path: Pa
     assert read_cases(file) == [Case("2", "q", ("a",), ("c",))]
 
 
+def test_reading_takes_a_byte_order_mark_and_questions_without_answers(tmp_path: Path) -> None:
+    file = tmp_path / "cases.jsonl"
+    file.write_text('\ufeff\n{"question": "q", "chunks": ["c"]}\n{"question": "q", "answers": [], "chunks": ["c"]}')
+    assert read_cases(file) == [Case("2", "q", (), ("c",)), Case("3", "q", (), ("c",))]
+
+
 GOOD = {"id": "1", "question": "q", "answers": ["a"], "chunks": ["c"]}
 
 
@@ -244,10 +250,16 @@ GOOD = {"id": "1", "question": "q", "answers": ["a"], "chunks": ["c"]}
     [
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "question"),
         (json.dumps(GOOD | {"question": 1}).encode(), "question"),
         (json.dumps(GOOD | {"answers": "a"}).encode(), "answers"),
-        (json.dumps(GOOD | {"answers": []}).encode(), "answers"),
+        (json.dumps(GOOD | {"question": None}).encode(), "question"),
+        (json.dumps(GOOD | {"question": " "}).encode(), "question"),
+        (json.dumps(GOOD | {"answers": None}).encode(), "answers"),
+        (json.dumps(GOOD | {"answers": [1871]}).encode(), "answers"),
+        (json.dumps(GOOD | {"chunks": "ab"}).encode(), "chunks"),
+        (json.dumps(GOOD | {"chunks": []}).encode(), "chunks"),
         (json.dumps({key: GOOD[key] for key in ("question", "answers")}).encode(), "chunks"),
         (json.dumps(GOOD | {"chunks": [None]}).encode(), "chunks"),
     ],
