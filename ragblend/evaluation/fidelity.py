@@ -33,7 +33,7 @@ from ragblend.evaluation.metrics import (
     rouge_l,
     token_f1,
 )
-from ragblend.evaluation.strategies import Question, engines, machine, parsed, read_questions
+from ragblend.evaluation.strategies import Question, check_reused, engines, machine, parsed, read_questions
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
 from ragblend.model.decoder import Decoder
 from ragblend.model.generate import DecodeSettings
@@ -236,6 +236,8 @@ class _Bench:
             started = time.perf_counter()
             ready = engine.prefill(prompt, ratio=entry.ratio, max_tokens=self._room)
             seconds = time.perf_counter() - started
+            if entry.ratio < 1.0:
+                check_reused(entry.name, ready.report)
             policy = engine.settings.policy
             if entry.ratio == 0.0 and policy not in seen:
                 seen.add(policy)

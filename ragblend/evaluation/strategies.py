@@ -24,6 +24,7 @@ from ragblend.evaluation.cases import read_cases
 from ragblend.model.decoder import Decoder, PreTrainedTokenizerBase
 from ragblend.prompt.match import MIN_INDEXED_CHARS, is_indexable
 from ragblend.prompt.template import PromptTokenizer
+from ragblend.report import BlendReport
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
@@ -161,6 +162,15 @@ def strategies(
     ratios = {"full": 1.0, "prefix": 1.0, "reuse": 0.0, "cacheblend": ratio, "blend": ratio}
     with engines(model, tokenizer, store, list(ratios)) as made:
         yield [Strategy(name, made[name], ratio) for name, ratio in ratios.items()]
+
+
+def check_reused(strategy: str, report: BlendReport) -> None:
+    """Raises InvalidSettingError if nothing was reused: a full prefill would pass for a perfect, slow blend."""
+    if not report.reused_tokens:
+        raise InvalidSettingError(
+            f"{strategy} is measured on stored chunks and found none of this prompt's: if the store has a size limit, "
+            "raise it above what the questions take, or leave --store out"
+        )
 
 
 def orders(chunks: int, count: int, seed: int) -> list[list[int]]:

@@ -21,7 +21,15 @@ import torch
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.stock import Stock
-from ragblend.evaluation.strategies import Question, Strategy, machine, orders, read_questions, strategies
+from ragblend.evaluation.strategies import (
+    Question,
+    Strategy,
+    check_reused,
+    machine,
+    orders,
+    read_questions,
+    strategies,
+)
 from ragblend.model.decoder import Decoder, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, decode
 from ragblend.model.sources import load_model
@@ -227,6 +235,8 @@ class _Bench:
         stream = strategy.engine.stream(prompt, ratio=strategy.ratio, max_tokens=2)
         next(stream, None)
         seconds = time.perf_counter() - started
+        if strategy.reads_store:
+            check_reused(strategy.name, stream.report)
         if keep:
             stream.close()
         return seconds, stream.report

@@ -16,6 +16,7 @@ from ragblend.evaluation import fidelity, leaks
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.evaluation.strategies import NAMED, SELECTORS, Question, parsed
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
+from ragblend.store.kvstore import KVStore
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
 NUMBERS = {
@@ -207,6 +208,16 @@ def test_chunks_too_short_to_be_found_in_a_prompt_are_not_measured(cli: Cli, dat
         assert done.code == 1
         assert "32 characters" in done.json["error"]["message"]
         assert "--chunk-tokens" in done.json["error"]["message"]
+
+
+@pytest.mark.parametrize("bench", ["fidelity", "ttft"])
+def test_chunks_that_the_store_did_not_keep_are_not_measured(cli: Cli, data: Path, tmp_path: Path, bench: str) -> None:
+    KVStore(tmp_path / "small", size_limit_bytes=1).close()
+    args = ["--data", data, "--store", tmp_path / "small", "--chunks", "3", "--limit", "1", "--dtype", "float32"]
+    done = cli("bench", bench, *args, "--json")
+    assert done.code == 1
+    assert done.json["error"]["type"] == "InvalidSettingError"
+    assert "size limit" in done.json["error"]["message"]
 
 
 def test_made_questions_are_written(cli: Cli, tmp_path: Path) -> None:
