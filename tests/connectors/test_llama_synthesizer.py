@@ -10,7 +10,7 @@ import pytest
 from llama_bench import MakeEngine, Recorder
 from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.llms.mock import MockLLM
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate, SelectorPromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from llama_index.response_synthesizers.ragblend import BlendSynthesizer
@@ -156,6 +156,109 @@ def test_a_template_of_ones_own(llm: RagBlendLLM, engine: Recorder, settings: An
     synthesizer.update_prompts({"text_qa_template": PromptTemplate("Only {query_str}")})
     with pytest.raises(InvalidSettingError, match="context_str"):
         synthesizer.synthesize(QUESTION, found(texts[:1]))
+
+
+def _plain(template: PromptTemplate) -> BasePromptTemplate:
+    return template
+
+
+def _selected(template: PromptTemplate) -> BasePromptTemplate:
+    never = PromptTemplate("never {context_str}")
+    return SelectorPromptTemplate(never, [(lambda llm: isinstance(llm, RagBlendLLM), template)])
+
+
+def _partial(template: PromptTemplate) -> BasePromptTemplate:
+    return template.partial_format(tone="earnest")
+
+
+@pytest.mark.parametrize("wrapped", [_plain, _selected, _partial])
+def test_functions_of_a_template_get_the_passages_and_the_model_what_they_make_of_them(
+    llm: RagBlendLLM, engine: Recorder, settings: Any, texts: list[str], wrapped: Any
+) -> None:
+    llm.remember(texts[:3])
+
+    def asked(**functions: Any) -> tuple[str, list[tuple[str, str]]]:
+        template = PromptTemplate("Read:\n{context_str}\nThen say: {query_str}", function_mappings=functions)
+        synthesizer = BlendSynthesizer(llm, text_qa_template=wrapped(template))
+        chunks = synthesizer.synthesize(QUESTION, found(texts[:3])).metadata["ragblend"]["chunks"]
+        return engine.prompts.decode(engine.prompts_ids[-1]), [(use["node_id"], use["status"]) for use in chunks]
+
+    seen: list[str] = []
+
+    def redacted(**known: Any) -> str:
+        seen.append(known["context_str"])
+        return str(known["context_str"]).replace(" is kept in drawer ", " [REDACTED] ")
+
+    prompt, chunks = asked(context_str=redacted)
+    assert set(seen) == {"\n\n".join(texts[:3])}
+    assert "drawer" not in prompt
+    assert prompt.count("[REDACTED]") == 3
+    assert chunks == []
+    prompt, chunks = asked(context_str=lambda **known: known["context_str"].upper())
+    assert "\n\n".join(texts[:3]).upper() in prompt
+    assert chunks == []
+    # What a function leaves alone is found: all of it, or the passages around one that it rewrote.
+    prompt, chunks = asked(context_str=lambda **known: f"<{known['context_str']}>", query_str=lambda **known: "Why?")
+    assert "<" + "\n\n".join(texts[:3]) + ">\nThen say: Why?" in prompt
+    assert [node for node, _ in chunks] == ["n0", "n1", "n2"]
+    engine.prefix_cache.clear()
+    _, chunks = asked(context_str=lambda **known: known["context_str"].replace(texts[1], "(none of your business)"))
+    assert chunks == [("n0", "hit"), ("n2", "hit")]
+
+
+def test_a_function_of_a_template_may_make_another_variable_of_the_passages(
+    llm: RagBlendLLM, engine: Recorder, settings: Any, texts: list[str]
+) -> None:
+    numbered = PromptTemplate(
+        "Read these {n}:\n{notes}\nThen say: {query_str}",
+        function_mappings={
+            "n": lambda **known: str(len(known["context_str"].split("\n\n"))),
+            "notes": lambda **known: "".join(f"* {note}\n" for note in known["context_str"].split("\n\n")),
+        },
+    )
+    llm.remember(texts[:2])
+    report = BlendSynthesizer(llm, text_qa_template=numbered).synthesize(QUESTION, found(texts[:2])).metadata
+    prompt = engine.prompts.decode(engine.prompts_ids[-1])
+    assert f"Read these 2:\n* {texts[0]}\n* {texts[1]}\n" in prompt
+    assert [use["node_id"] for use in report["ragblend"]["chunks"]] == ["n0", "n1"]
+
+
+def test_what_a_user_makes_of_messages_is_made_of_rewritten_passages_once(
+    make_engine: MakeEngine, settings: Any, texts: list[str]
+) -> None:
+    engine = make_engine()
+    llm = RagBlendLLM.from_engine(
+        engine, max_tokens=2, messages_to_prompt=lambda messages: f"Begin {messages[-1].content} End"
+    )
+    shouted = PromptTemplate(
+        "{context_str} {query_str}", function_mappings={"context_str": lambda **known: known["context_str"].upper()}
+    )
+    BlendSynthesizer(llm, text_qa_template=shouted).synthesize(QUESTION, found(texts[:1]))
+    prompt = engine.prompts.decode(engine.prompts_ids[-1])
+    assert f"Begin {texts[0].upper()} {QUESTION} End" in prompt
+    assert prompt.count("Begin") == 1
+
+
+def test_passages_that_the_question_repeats_are_computed(
+    synthesizer: BlendSynthesizer, engine: Recorder, settings: Any
+) -> None:
+    synthesizer.synthesize("Is it drawer nine?", found(["drawer nine"]))
+    assert engine.streams[-1].report.chunks == ()
+
+
+def test_a_preamble_ends_where_a_function_begins() -> None:
+    template = PromptTemplate(
+        "Read, on {day}:\n{context_str}\n{query_str}",
+        function_mappings={"context_str": lambda **known: known["context_str"].upper()},
+    )
+    (head,) = default_preamble(template.partial_format(day="Monday"), is_chat_model=True)
+    assert head.content == ("Read, on Monday:\n",)
+    daily = PromptTemplate(
+        "Read, on {day}:\n{context_str}\n{query_str}",
+        function_mappings={"day": lambda **known: known["weekday"]},
+    )
+    (head,) = default_preamble(SelectorPromptTemplate(daily), is_chat_model=True)
+    assert head.content == ("Read, on ",)
 
 
 def test_texts_instead_of_nodes_are_chunks_too(

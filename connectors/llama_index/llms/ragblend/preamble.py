@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llama_index.core.base.llms.types import LLMMetadata
+from llama_index.core.llms import LLM
 from llama_index.core.llms.mock import MockLLM
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.llms.ragblend.conversation import conversation
 
@@ -26,7 +27,14 @@ class _Formatter(MockLLM):
         return LLMMetadata(is_chat_model=self.is_chat_model)
 
     def head(self, template: BasePromptTemplate) -> list[Message]:
-        """What `predict` would send, up to the context."""
+        """What `predict` would send, up to the context.
+
+        What a function of the template makes ends it, too: that is known with a prompt only, and may be made of its
+        context.
+        """
+        template = selected(template, self)
+        made = dict.fromkeys(template.function_mappings or {}, lambda **_: _CONTEXT)
+        template = template.model_copy(update={"function_mappings": made})
         given = {*template.kwargs, *(template.template_var_mappings or {}).values()}
         variables = {name: "" for name in template.template_vars if name not in given} | {"context_str": _CONTEXT}
         if self.is_chat_model:
@@ -38,6 +46,13 @@ class _Formatter(MockLLM):
             if found:
                 return [*messages[:n], Message(message.role, before)]
         raise InvalidSettingError("chunks are prefilled behind a prompt's beginning up to {context_str}; it has none")
+
+
+def selected(template: BasePromptTemplate, llm: LLM) -> BasePromptTemplate:
+    """The prompt that this one stands for where this LLM asks."""
+    while isinstance(template, SelectorPromptTemplate):
+        template = template.select(llm)
+    return template
 
 
 def default_preamble(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,17 +25,16 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Qu
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.llms.ragblend import RagBlendLLM
 from llama_index.llms.ragblend.conversation import CHUNKS, conversation
+from llama_index.llms.ragblend.preamble import selected
 
 from ragblend.errors import ContextWindowError, InvalidSettingError
 from ragblend.prompt.layout import lay_out
-from ragblend.prompt.template import Segment
 
 _log = logging.getLogger(__name__)
 
 REPORT = "ragblend"
 """Key of a response's metadata: the LLM's report, with the node of each chunk and the nodes that were left out."""
 
-_CONTEXT = "\N{OBJECT REPLACEMENT CHARACTER}context\N{OBJECT REPLACEMENT CHARACTER}"
 _BETWEEN = "\n\n"  # as core's `compact` joins
 
 
@@ -220,32 +218,39 @@ class BlendSynthesizer(BaseSynthesizer):
         if response.raw is None:
             return
         report.update(response.raw["ragblend"])
-        encode = self._model.engine.prompts.encode
-        sizes = [len(encode(Segment("chunk", passage.text[passage.start : passage.stop]))) for passage in shown]
-        expected = deque((size, passage.node_id) for size, passage in zip(sizes, shown, strict=True) if size)
+        keys_of = self._model.engine.variant_keys
+        expected = [
+            (keys_of(passage.text[passage.start : passage.stop]).values(), passage.node_id) for passage in shown
+        ]
         chunks = []
         for use in report["chunks"]:
-            # Chunks of the template or the question may stand among the passages, which keep their order.
-            is_next = bool(expected) and expected[0][0] == use["stop"] - use["start"]
-            chunks.append({**use, "node_id": expected.popleft()[1] if is_next else None})
+            # Others may stand among them: chunks of the template or the question, and what was made of a node's text.
+            n = next((n for n, (keys, _) in enumerate(expected) if use["key"] in keys), None)
+            chunks.append({**use, "node_id": None if n is None else expected.pop(n)[1]})
         report["chunks"] = chunks
 
     def _messages(self, question: str, shown: Sequence[_Passage], variables: dict[str, Any]) -> list[ChatMessage]:
-        """The prompt as messages, one of which has the passages where the template has {context_str}."""
-        messages = self._model.messages_for(
-            self._text_qa_template, **{**variables, "query_str": question, "context_str": _CONTEXT}
-        )
-        for n, message in enumerate(messages):
-            before, found, after = (message.content or "").partition(_CONTEXT)
-            if found:
-                ranges, at = [], len(before)
-                for passage in shown:
-                    ranges.append((at + passage.start, at + passage.stop))
-                    at += len(passage.text) + len(_BETWEEN)
-                content = before + _BETWEEN.join(passage.text for passage in shown) + after
-                filled = ChatMessage(role=message.role, content=content, additional_kwargs={CHUNKS: ranges})
-                return [*messages[:n], filled, *messages[n + 1 :]]
-        raise InvalidSettingError("the text_qa_template needs a {context_str}: that is where the nodes go")
+        """The prompt as messages. The passages are marked where they stand, all of them in one place, as they are.
+
+        Functions of the template get them like any other LLM's, and may have rewritten them. What is not marked is
+        found by its text, as far as it is unchanged.
+        """
+        template = selected(self._text_qa_template, self._model)
+        name = (template.template_var_mappings or {}).get("context_str", "context_str")
+        if name not in template.template_vars and not template.function_mappings:
+            raise InvalidSettingError("the text_qa_template needs a {context_str}: that is where the nodes go")
+        joined = _BETWEEN.join(passage.text for passage in shown)
+        messages = self._model.messages_for(template, **{**variables, "query_str": question, "context_str": joined})
+        counts = [(message.content or "").count(joined) for message in messages]
+        n = max(range(len(messages)), key=counts.__getitem__)
+        at = (messages[n].content or "").find(joined)
+        ranges = []
+        # Where the question says the same, say, nothing tells which of the two are the passages.
+        for passage in shown if sum(counts) == 1 else ():
+            ranges.append((at + passage.start, at + passage.stop))
+            at += len(passage.text) + len(_BETWEEN)
+        marks = {**messages[n].additional_kwargs, CHUNKS: ranges}
+        return [*messages[:n], messages[n].model_copy(update={"additional_kwargs": marks}), *messages[n + 1 :]]
 
 
 def _passage(found: NodeWithScore) -> _Passage:
