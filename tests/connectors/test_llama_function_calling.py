@@ -33,6 +33,8 @@ from ragblend.prompt.chunk import Message
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CALL = '<tool_call>\n{"name": "height", "arguments": {"name": "lighthouse"}}\n</tool_call>'
+# What a required call begins with is not the model's to say.
+STRUCTURED = '{"name": "lighthouse", "metres": 38}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "height", "arguments": {"name": "mill"}}\n</tool_call>'
 ACTION = 'Thought: I look.\nAction: height\nAction Input: {"name": "lighthouse"}\n'
 
@@ -84,6 +86,13 @@ def tool(asked: list[str]) -> FunctionTool:
         return "38 metres"
 
     return FunctionTool.from_defaults(height)
+
+
+class Building(BaseModel):
+    """A building."""
+
+    name: str
+    metres: int
 
 
 def definition(tool: FunctionTool) -> dict[str, Any]:
@@ -348,15 +357,8 @@ def test_a_function_agent_asks_its_tool_and_every_chunk_in_the_result_hits(
 
 
 def test_function_calling_reaches_a_pydantic_object(llm: RagBlendLLM, engine: Recorder, dictate: Dictate) -> None:
-    class Building(BaseModel):
-        """A building."""
-
-        name: str
-        metres: int
-
     prompt = PromptTemplate("Describe: {text}")
-    said = '{"name": "lighthouse", "metres": 38}}\n</tool_call>'
-    dictate(engine, said, said, said, said)  # what a required call begins with is not the model's to say
+    dictate(engine, *[STRUCTURED] * 4)
     assert llm.structured_predict(Building, prompt, text="x") == Building(name="lighthouse", metres=38)
     assert asyncio.run(llm.astructured_predict(Building, prompt, text="x")) == Building(name="lighthouse", metres=38)
     *_, last = llm.stream_structured_predict(Building, prompt, text="x")
@@ -372,6 +374,46 @@ def test_function_calling_reaches_a_pydantic_object(llm: RagBlendLLM, engine: Re
     *_, last = plain.stream_structured_predict(Building, prompt, text="x")
     assert last == Building(name="mill", metres=9)
     assert not engine.prompts.decode(engine.prompts_ids[-1]).endswith('"arguments": ')
+
+
+def _structured_ways(llm: RagBlendLLM, prompt: PromptTemplate, texts: Sequence[str]) -> Iterator[Any]:
+    """What each way gives that takes a template and promises a Building."""
+    args: dict[str, Any] = {"context_str": [texts[0], " ", f"{texts[1]}\n"], "query_str": "Describe it."}
+    structured = llm.as_structured_llm(Building)
+
+    async def pieces(streaming: Any) -> list[Any]:
+        return [piece async for piece in await streaming]
+
+    yield llm.structured_predict(Building, prompt, **args)
+    yield asyncio.run(llm.astructured_predict(Building, prompt, **args))
+    yield list(llm.stream_structured_predict(Building, prompt, **args))[-1]
+    yield asyncio.run(pieces(llm.astream_structured_predict(Building, prompt, **args)))[-1]
+    yield Building.model_validate_json(structured.predict(prompt, **args))
+    yield Building.model_validate_json(asyncio.run(structured.apredict(prompt, **args)))
+    assert list(structured.stream(prompt, **args))
+    yield
+    assert asyncio.run(pieces(structured.astream(prompt, **args)))
+    yield
+    nodes = [TextNode(text=text) for text in texts[:2]]
+    index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
+    asked = {"llm": structured, "similarity_top_k": 2, "response_mode": "simple_summarize"}
+    yield index.as_query_engine(text_qa_template=prompt, **asked).query("Describe it.").response
+    asynchronous = index.as_query_engine(text_qa_template=prompt, **asked)
+    yield asyncio.run(asynchronous.aquery("Describe it.")).response
+
+
+def test_structured_answers_are_asked_for_with_contexts_as_one_text(
+    llm: RagBlendLLM, engine: Recorder, dictate: Dictate, settings: Any, texts: list[str]
+) -> None:
+    engine.ingest(texts[:2])
+    dictate(engine, *[STRUCTURED] * 10)
+    prompt = PromptTemplate("Read:\n{context_str}\n\n{query_str}")
+    for n, answer in enumerate(_structured_ways(llm, prompt, texts)):
+        assert answer in (None, Building(name="lighthouse", metres=38)), n
+        assert engine.streams[-1].report.hits == 2, n
+        # The nodes' order is their score's.
+        assert engine.prompts.decode(engine.prompts_ids[-1]).count(f"{texts[0]}\n\n{texts[1]}") or n >= 8
+    assert len({len(ids) for ids in engine.prompts_ids}) == 1
 
 
 def test_a_call_of_a_tool_that_there_is_not_is_explained(

@@ -33,21 +33,23 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.tools.types import BaseTool
-from llama_index.core.types import BasePydanticProgram, PydanticProgramMode, TokenAsyncGen, TokenGen
+from llama_index.core.types import BasePydanticProgram, PydanticProgramMode
 from llama_index.llms.ragblend import huggingface, tools
 from llama_index.llms.ragblend.conversation import conversation, flattened, joined_contexts
 from llama_index.llms.ragblend.counting import count_with
 from llama_index.llms.ragblend.opening import ENGINE_SETTINGS, FORMATTING, Opening, check_formatting
 from llama_index.llms.ragblend.retrieval import listen, stop_listening
+from llama_index.llms.ragblend.templates import StructuredTemplateLLM, TemplateLLM
 
 from ragblend.blend.prefill import Selector
 from ragblend.chunks import IngestReport
@@ -90,7 +92,7 @@ class _Opened(NamedTuple):
     offer: tools.Offer | None = None
 
 
-class RagBlendLLM(FunctionCallingLLM):
+class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
     """A local LLM that starts to answer sooner when the prompt holds chunks whose KV is stored.
 
     The model, the store and the engine are opened here, so that what is wrong with them shows here.
@@ -612,6 +614,7 @@ class RagBlendLLM(FunctionCallingLLM):
             return super().predict_and_call(tools, *args, **kwargs)
 
     async def apredict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        await self.loaded()
         with _known_tools(tools):
             return await super().apredict_and_call(tools, *args, **kwargs)
 
@@ -643,17 +646,8 @@ class RagBlendLLM(FunctionCallingLLM):
             return flattened(self._get_messages(prompt, **prompt_args), self.messages_to_prompt)
         return [ChatMessage(role=MessageRole.USER, content=self._get_prompt(prompt, **prompt_args))]
 
-    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        return super().predict(prompt, **joined_contexts(prompt_args))
-
-    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
-        return super().stream(prompt, **joined_contexts(prompt_args))
-
-    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        return await super().apredict(prompt, **joined_contexts(prompt_args))
-
-    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
-        return await super().astream(prompt, **joined_contexts(prompt_args))
+    def as_structured_llm(self, output_cls: type[BaseModel], **kwargs: Any) -> StructuredLLM:
+        return StructuredTemplateLLM(llm=self, output_cls=output_cls, **kwargs)
 
     # -- other processes --------------------------------------------------------------------------------------------
 
