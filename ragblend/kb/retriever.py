@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,10 @@ class IndexRetriever(BaseRetriever):
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         found = self._index.search(self._embed(query_bundle.query_str), self._top_k)
         return [NodeWithScore(node=_node(result), score=result.similarity) for result in found]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        # Core's own would embed the question on the event loop, and load the embedding model there.
+        return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
 def _node(found: Found) -> TextNode:

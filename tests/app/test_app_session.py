@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llama_index.core.schema import NodeWithScore
 
@@ -24,6 +26,7 @@ from ragblend.errors import (
 )
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Conversation, Turn
+from ragblend.kb.retriever import IndexRetriever
 from ragblend.kb.session import DEFAULT_RATIO, ChatSession
 from ragblend.report import BlendReport
 
@@ -89,6 +92,17 @@ def test_a_turn_pays_for_its_question_and_its_chunks(kb: KnowledgeBase) -> None:
     chat.chat(BRIDGE)
     kb.engine.prefix_cache.clear()
     assert chat.chat(MOON).report.hits == 2  # type: ignore[union-attr]
+
+
+def test_a_question_is_embedded_beside_the_event_loop(kb: KnowledgeBase) -> None:
+    threads: list[threading.Thread] = []
+
+    def embed(question: str) -> np.ndarray:
+        threads.append(threading.current_thread())
+        return np.eye(kb.index.dimensions or 0, dtype=np.float32)[0]
+
+    assert len(asyncio.run(IndexRetriever(kb.index, embed, 2).aretrieve(BRIDGE))) == 2
+    assert threads[0] is not threading.current_thread()
 
 
 def test_a_follow_up_question_finds_what_it_is_about(kb: KnowledgeBase) -> None:
