@@ -287,6 +287,11 @@ class StoredChunks:
             self._index.add(records)
             self._store.remember(records)
 
+    def expect(self, texts: Iterable[str]) -> None:
+        """See RagBlend.expect. A record is kept in the store when the text is learned."""
+        stripped = (text.strip() for text in texts)
+        self._index.add(record_for(text) for text in stripped if is_indexable(text))
+
     def learn(self, ids: Sequence[int], text: str) -> None:
         """Store the KV of a chunk that was missed.
 

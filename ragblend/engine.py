@@ -648,7 +648,7 @@ class RagBlend:
         """Whether chunks that were missed are stored: the settings say so, and the store can be written."""
         return self.settings.learn and not self.store.read_only
 
-    # -- prefetching --------------------------------------------------------------------------------------------
+    # -- what is likely to come ---------------------------------------------------------------------------------
 
     def prefetch(self, texts: Iterable[str]) -> Future[int]:
         """Have the KV of texts that are likely to come in a prompt soon, in this order, read into the page cache.
@@ -659,6 +659,13 @@ class RagBlend:
             how many bytes were asked for, in the end. There is no need to wait for it.
         """
         return self._prefetcher.start(partial(self.chunks.payloads_of, list(texts)))
+
+    def expect(self, texts: Iterable[str]) -> None:
+        """Find these texts in prompts to come, although nothing may be stored for them yet: they miss, and are learned.
+
+        Until they are, this engine alone knows of them, in RAM: this returns at once, whoever writes to the store.
+        """
+        self.chunks.expect(texts)
 
     def warm(self, prompt: Prompt) -> None:
         """Have a prompt prefilled in full when there is nothing else to do: what begins as it does finds it in RAM.

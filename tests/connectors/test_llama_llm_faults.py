@@ -7,9 +7,11 @@ import contextlib
 import gc
 import logging
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.utils import get_tokenizer
 from llama_index.llms.ragblend import RagBlendLLM
 
-from ragblend.errors import InvalidSettingError, ModelNotFoundError
+from ragblend.errors import InvalidSettingError, ModelNotFoundError, StoreError
 from ragblend.store.kvstore import KVStore
 
 QUESTION = "Who has the documents that say why?"
@@ -422,7 +424,19 @@ def test_retrieved_chunks_miss_once_and_are_learned(llm: RagBlendLLM, engine: Re
     again = llm.complete(prompt).raw
     assert again is not None
     assert (again["ragblend"]["hits"], again["ragblend"]["misses"]) == (3, 0)
-    assert llm.expect(texts[:3]) == 0
+
+
+def test_a_retrieval_waits_for_nobody_who_writes_to_the_store(
+    llm: RagBlendLLM, engine: Recorder, texts: list[str]
+) -> None:
+    (database,) = engine.store.directory.rglob("texts/cache.db")
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        started = time.monotonic()
+        _retrieve(texts[:2])
+        assert time.monotonic() - started < 2.0  # before, it waited until the lock was given up
+        other.execute("ROLLBACK")
+    assert llm.complete("\n\n".join([*texts[:2], QUESTION])).raw["ragblend"]["misses"] == 2  # type: ignore[index]
 
 
 def test_retrieved_chunks_are_left_alone_on_demand(engine: Recorder, texts: list[str]) -> None:
@@ -432,8 +446,9 @@ def test_retrieved_chunks_are_left_alone_on_demand(engine: Recorder, texts: list
 
 
 def test_an_engine_that_does_not_learn_expects_nothing(make_engine: MakeEngine, texts: list[str]) -> None:
-    llm = RagBlendLLM.from_engine(make_engine(learn=False))
-    assert llm.expect(texts[:2]) == 0
+    llm = RagBlendLLM.from_engine(make_engine(learn=False), max_tokens=2)
+    llm.expect(texts[:2])
+    assert llm.complete("\n\n".join([*texts[:2], QUESTION])).raw["ragblend"]["chunks"] == ()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("learn_retrieved", [False, True])
@@ -464,11 +479,13 @@ def test_listening_keeps_nobody_alive_and_adds_one_handler(make_engine: MakeEngi
 
 
 def test_what_goes_wrong_while_listening_is_logged_and_stops_nothing(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, texts: list[str]
+    engine: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, texts: list[str]
 ) -> None:
-    engine = make_engine()
+    def fails(texts: Any) -> None:
+        raise StoreError("the disk is on fire")
+
     llm = RagBlendLLM.from_engine(engine)
-    engine.store.close()
+    monkeypatch.setattr(engine, "expect", fails)
     with caplog.at_level(logging.WARNING, logger="llama_index.llms.ragblend"):
         assert len(_retrieve(texts[:2])) == 2
     assert "was not taken notice of" in caplog.text

@@ -58,7 +58,6 @@ from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import DEFAULT_MODEL, Model
 from ragblend.prompt.chunk import Message, ToolCall
-from ragblend.prompt.match import is_indexable, record_for
 from ragblend.quality import MaxKL
 from ragblend.report import BlendReport
 from ragblend.settings import Ratio, check_ratio, check_selector
@@ -321,35 +320,25 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
         """
         return self.engine.ingest(texts)
 
-    def expect(self, texts: Iterable[str]) -> int:
+    def expect(self, texts: Iterable[str]) -> None:
         """Have texts found in prompts although nothing is stored for them yet: they miss once, and are learned then.
 
-        Does nothing while the model is not loaded, or where the engine does not learn.
-
-        Returns:
-            how many were neither stored nor expected before.
-
-        Raises:
-            StoreError: the store cannot be written.
+        Only memory is touched, so that this may be called on an event loop. Does nothing while the model is not loaded,
+        or where the engine does not learn.
         """
         engine = self._engine
-        if engine is None or not engine.learns:
-            return 0
-        stripped = [text.strip() for text in texts]
-        unknown = [text for text in stripped if is_indexable(text) and not engine.stored_variants(text)]
-        return engine.store.remember(record_for(text) for text in unknown) if unknown else 0
+        if engine is not None and engine.learns:
+            engine.expect(texts)
 
     def retrieved(self, texts: Sequence[str]) -> None:
         """Take notice of what a retriever returned, which is likely to come in a prompt soon: its KV is read ahead.
 
-        Raises:
-            StoreError: as `expect`, which is done too where `learn_retrieved` says so.
+        It is expected, too, where `learn_retrieved` says so. Waits for nothing, as it is called on event loops.
         """
         engine = self._engine
-        if engine is not None and engine.closed:  # by whoever made it
+        if engine is None or engine.closed:  # by whoever made it
             return
-        if engine is not None:
-            engine.prefetch(texts)
+        engine.prefetch(texts)
         if self.learn_retrieved:
             self.expect(texts)
 
