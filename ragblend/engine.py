@@ -307,7 +307,7 @@ class RagBlend:
             prompt: a string in which ingested texts are found by themselves; or a sequence of strings and Chunks (one
                 user message); or a sequence of Messages.
             ratio, selector: instead of the engine's.
-            **how: fields of DecodeSettings: max_tokens, temperature, top_p, repetition_penalty, stop, seed.
+            **how: fields of DecodeSettings: max_tokens, temperature, top_k, top_p, repetition_penalty, stop, seed.
 
         Raises:
             EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.

@@ -329,6 +329,8 @@ def test_ratio_out_of_range(tmp_path: Path, ratio: Any) -> None:
         {"temperature": -1},
         {"temperature": "hot"},
         {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_k": True},
         {"top_p": 0},
         {"repetition_penalty": 0},
         {"stop": "word"},

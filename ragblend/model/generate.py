@@ -21,7 +21,8 @@ class DecodeSettings:
 
     max_tokens: at most so many tokens.
     temperature: 0 is greedy, and so is what is too small to tell from it (under 1e-4).
-    top_p: sample from the smallest set of tokens with at least this probability, 0 < top_p <= 1.
+    top_k: sample from so many of the likeliest tokens; 0 is off, and 1 is greedy.
+    top_p: of those, sample from the smallest set of tokens with at least this probability, 0 < top_p <= 1.
     repetition_penalty: > 1 makes tokens that were seen less likely (CTRL, arXiv 1909.05858); 1 is off.
     stop: strings that end the answer; they are not part of it.
     seed: makes sampling repeatable.
@@ -32,6 +33,7 @@ class DecodeSettings:
 
     max_tokens: int = 256
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
@@ -43,6 +45,7 @@ class DecodeSettings:
         for name, value, kinds in (
             ("max_tokens", self.max_tokens, (int,)),
             ("temperature", self.temperature, (int, float)),
+            ("top_k", self.top_k, (int,)),
             ("top_p", self.top_p, (int, float)),
             ("repetition_penalty", self.repetition_penalty, (int, float)),
             ("seed", self.seed, (int, type(None))),
@@ -53,6 +56,7 @@ class DecodeSettings:
         for name, value, valid, wanted in (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0, "above 0 (1 is off)"),
             ("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
@@ -63,7 +67,7 @@ class DecodeSettings:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature < 1e-4
+        return self.temperature < 1e-4 or self.top_k == 1
 
 
 class Step(NamedTuple):
@@ -84,6 +88,9 @@ def next_token(logits: Tensor, settings: DecodeSettings, seen: Tensor, generator
         logits = logits.index_copy(0, ids, torch.where(picked > 0, picked / penalty, picked * penalty))
     if settings.greedy:
         return int(logits.argmax())
+    if 0 < settings.top_k < len(logits):
+        likeliest, ids = logits.topk(settings.top_k)
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, ids, likeliest)
     probabilities = torch.softmax(logits / settings.temperature, dim=-1)
     if settings.top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)

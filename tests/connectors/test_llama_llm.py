@@ -300,6 +300,7 @@ def test_settings_of_one_call_are_honoured(llm: RagBlendLLM, engine: Recorder, a
     assert heard.raw["ragblend"]["ratio"] == 0.5
     assert heard.raw["ragblend"]["selector"] == repr(FirstTokens())
 
+    assert ask(llm, prompt, temperature=1.5, top_k=1).text == ask(llm, prompt).text
     sampled = [ask(llm, prompt, temperature=1.5, top_p=0.95, seed=seed).text for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
@@ -351,6 +352,7 @@ def test_stop_strings_may_span_tokens_and_never_show(llm: RagBlendLLM, engine: R
         {"max_tokens": 0},
         {"max_tokens": "many"},
         {"temperature": -1.0},
+        {"top_k": -1},
         {"top_p": 0.0},
         {"stop": [""]},
         {"stop": 5},
@@ -382,6 +384,7 @@ def test_what_core_itself_passes_is_let_through(llm: RagBlendLLM) -> None:
         {"max_tokens": 0},
         {"max_tokens": None},
         {"temperature": -0.1},
+        {"top_k": 1.5},
         {"top_p": 1.5},
         {"repetition_penalty": 0.0},
         {"stop": [5]},

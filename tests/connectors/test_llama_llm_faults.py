@@ -90,8 +90,8 @@ def test_an_app_of_huggingfacellm_changes_one_import(folder: Path, tmp_path: Pat
         context_window=2000,
         max_new_tokens=6,
         device_map="cpu",
-        model_kwargs={"torch_dtype": torch.float32, "trust_remote_code": False},
-        tokenizer_kwargs={"max_length": 1024, "use_fast": True},
+        model_kwargs={"torch_dtype": torch.float32, "trust_remote_code": False, "low_cpu_mem_usage": True},
+        tokenizer_kwargs={"max_length": 1024, "use_fast": True, "padding_side": "left"},
         generate_kwargs={"do_sample": True, "temperature": 0.5, "top_p": 0.9, "pad_token_id": 0, "num_beams": 1},
         tokenizer_outputs_to_remove=["token_type_ids"],
         query_wrapper_prompt="{query_str}",
@@ -128,8 +128,10 @@ def test_another_tokenizer_may_come_with_a_models_name(opened: Open, folder: Pat
     [
         ({"do_sample": False, "temperature": 0.9}, {"temperature": 0.0}),
         ({"do_sample": True}, {"temperature": 1.0}),
+        # The example of HuggingFaceLLM's own documentation.
+        ({"temperature": 0.7, "top_k": 50, "top_p": 0.95}, {"temperature": 0.7, "top_k": 50, "top_p": 0.95}),
         ({"max_new_tokens": 3, "repetition_penalty": 1.1}, {"max_tokens": 3, "repetition_penalty": 1.1}),
-        ({"stop_strings": ["END"], "use_cache": True, "top_k": None}, {"stop": ("END",)}),
+        ({"stop_strings": ["END"], "use_cache": True, "top_k": None}, {"stop": ("END",), "top_k": 0}),
     ],
 )
 def test_generate_kwargs_that_mean_something_here(opened: Open, kwargs: Any, expected: dict[str, Any]) -> None:
@@ -149,12 +151,12 @@ def test_stopping_ids_are_taken_where_the_model_stops_at_them_anyway(opened: Ope
     ("wrong", "says"),
     [
         ({"generate_kwargs": {"num_beams": 4}}, "num_beams=4"),
-        ({"generate_kwargs": {"top_k": 50}}, "top_k=50"),
+        ({"generate_kwargs": {"typical_p": 0.9}}, "typical_p=0.9"),
         ({"generate_kwargs": {"max_new_tokens": 3}, "max_new_tokens": 4}, "max_tokens again"),
         ({"max_new_tokens": 5, "max_tokens": 6}, "max_tokens is given twice"),
         ({"model_kwargs": {"load_in_4bit": True}}, "load_in_4bit.*hand both over"),
         ({"model_kwargs": {"trust_remote_code": True}}, "trust_remote_code"),
-        ({"tokenizer_kwargs": {"padding_side": "left"}}, "padding_side"),
+        ({"tokenizer_kwargs": {"revision": "x"}}, "revision"),
         ({"tokenizer_name": "other"}, "leave out tokenizer_name"),
         ({"device_map": {"model.layers.0": 0, "lm_head": "cpu"}}, "one device"),
         ({"device_map": "balanced"}, "one device"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ragblend.errors import InvalidSettingError
 from ragblend.model.generate import DecodeSettings, _TextStream, next_token
@@ -83,3 +84,33 @@ def test_greedy_top_p_and_penalty() -> None:
 def test_stop_is_a_sequence_of_strings(stop: object) -> None:
     with pytest.raises(InvalidSettingError, match="stop"):
         DecodeSettings(stop=stop)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([0.5, 0.9, 1.0]))
+def test_top_k_draws_from_the_k_likeliest_as_transformers_does(seed: int, k: int, temperature: float, p: float) -> None:
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
+    warped = TemperatureLogitsWarper(temperature)(None, logits[None])
+    warped = TopKLogitsWarper(k)(None, warped)
+    warped = TopPLogitsWarper(p)(None, warped)
+    possible = set(torch.nonzero(torch.isfinite(warped[0])).flatten().tolist())
+    settings = DecodeSettings(temperature=temperature, top_k=k, top_p=p)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [next_token(logits, settings, torch.tensor([0]), generator) for _ in range(40)]
+    assert set(drawn) <= possible <= set(logits.topk(min(k, 10)).indices.tolist())
+    if k == 1:
+        assert settings.greedy
+        assert set(drawn) == {next_token(logits, DecodeSettings(), torch.tensor([0]), None)}
+
+
+def test_what_top_k_and_top_p_leave_is_all_drawn_in_the_end() -> None:
+    logits = torch.tensor([2.0, 1.9, 1.8, 1.7, -1.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**how: float) -> set[int]:
+        settings = DecodeSettings(temperature=1.0, **how)  # type: ignore[arg-type]
+        return {next_token(logits, settings, torch.tensor([0]), generator) for _ in range(200)}
+
+    assert drawn(top_k=3) == {0, 1, 2}
+    assert drawn(top_k=99) == drawn(top_k=0) == {0, 1, 2, 3, 4}
+    assert drawn(top_p=0.6) == {0, 1, 2}
+    assert drawn(top_k=3, top_p=0.6) == {0, 1}  # of what top_k leaves, not of everything

@@ -63,7 +63,7 @@ from ragblend.report import BlendReport
 from ragblend.settings import Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
 
-_DECODING = ("max_tokens", "temperature", "top_p", "repetition_penalty", "stop", "seed")
+_DECODING = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop", "seed")
 _PER_CALL = (*_DECODING, "ratio", "selector")
 # Core's own DocumentContextExtractor sends HTTP headers to whatever LLM it has. They mean nothing here.
 _IGNORED = frozenset({"extra_headers"})
@@ -109,7 +109,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             LlamaIndex prompt is cut at its `context_str`; the default is the text-QA prompt of core's query engines.
             A string or Messages are taken as they are. None: chunks are prefilled alone.
         ratio, selector: how many of the reused tokens are recomputed and which; None: as the engine does by itself.
-        max_tokens, temperature, top_p, repetition_penalty, stop, seed: as in ragblend's DecodeSettings. Each of these,
+        max_tokens, temperature, top_k, top_p, repetition_penalty, stop, seed: as in ragblend's DecodeSettings. Each of these,
             ratio and selector can be given to a single call, too.
         context_window: pack prompts to fewer tokens than the model takes.
         system_prompt: goes before every prompt that is not a conversation already.
@@ -138,6 +138,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
     model_name: str = Field(description="Where the model came from.")
     max_tokens: int = Field(description="At most so many tokens an answer.")
     temperature: float = Field(description="0 is greedy.")
+    top_k: int = Field(description="Sample from so many of the likeliest tokens; 0 is off.")
     top_p: float = Field(description="Sample from the likeliest tokens with this probability together.")
     repetition_penalty: float = Field(description="Above 1: tokens that were seen become less likely.")
     stop: tuple[str, ...] = Field(description="Strings that end an answer.")
@@ -172,6 +173,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
         selector: Selector | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
+        top_k: int = 0,
         top_p: float = 1.0,
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
@@ -197,6 +199,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             "device": device,
             "max_tokens": max_tokens,
             "temperature": temperature,
+            "top_k": top_k,
             "top_p": top_p,
             "repetition_penalty": repetition_penalty,
             "stop": _stops(stop),

@@ -33,6 +33,7 @@ _HAND_OVER = "load model and tokenizer with transformers as you like, and hand b
 _DECODING = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
+    "top_k": "top_k",
     "top_p": "top_p",
     "repetition_penalty": "repetition_penalty",
     "stop_strings": "stop",
@@ -41,7 +42,6 @@ _DECODING = {
 _HOLDS: dict[str, Callable[[Any], bool]] = {
     "num_beams": lambda value: value in (None, 1),
     "num_return_sequences": lambda value: value in (None, 1),
-    "top_k": lambda value: value in (None, 0),
     "use_cache": lambda value: value in (None, True),
     "pad_token_id": lambda value: True,
 }
@@ -150,7 +150,7 @@ def _model(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, value in kwargs.items():
         if name in ("torch_dtype", "dtype"):
             ours["dtype"] = str(value).removeprefix("torch.")
-        elif not (name == "trust_remote_code" and not value):
+        elif not (name == "low_cpu_mem_usage" or (name == "trust_remote_code" and not value)):
             raise InvalidSettingError(f"model_kwargs has {name}={value!r}, which is not known here: {_HAND_OVER}")
     return ours
 
@@ -160,6 +160,8 @@ def _tokenizer(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, value in kwargs.items():
         if name == "max_length":
             ours["max_length"] = value
-        elif not ((name == "use_fast" and value) or (name == "trust_remote_code" and not value)):
+        elif not (
+            name == "padding_side" or (name == "use_fast" and value) or (name == "trust_remote_code" and not value)
+        ):
             raise InvalidSettingError(f"tokenizer_kwargs has {name}={value!r}, which is not known here: {_HAND_OVER}")
     return ours
