@@ -21,10 +21,12 @@ from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
     ChatResponse,
+    CitationBlock,
     CompletionResponse,
     ImageBlock,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
 )
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
@@ -476,6 +478,24 @@ def test_several_text_blocks_are_one_text(llm: RagBlendLLM, engine: Recorder) ->
     llm.chat(_blocks("One.", "Two."))
     llm.chat(user("One.\nTwo."))
     assert engine.prompts_ids[0] == engine.prompts_ids[1]
+
+
+def test_what_another_llm_left_beside_its_text_is_left_out_as_core_does(llm: RagBlendLLM, engine: Recorder) -> None:
+    said = [
+        ThinkingBlock(content="He wants a drawer."),
+        TextBlock(text="In drawer nine,"),
+        CitationBlock(cited_content="drawer nine", source="a", title="b", additional_location_info={}),
+        TextBlock(text="says the archive."),
+    ]
+    thought = ChatMessage(role=MessageRole.ASSISTANT, blocks=[ThinkingBlock(content="Nothing to say.")])
+    first, last = user("Where is it?"), user(QUESTION)
+    heard = ChatMessage(role=MessageRole.ASSISTANT, blocks=said)
+    llm.chat([*first, heard, *last])
+    llm.chat([*first, ChatMessage(role=MessageRole.ASSISTANT, content=heard.content), *last])
+    assert engine.prompts_ids[0] == engine.prompts_ids[1]
+    assert "In drawer nine,\nsays the archive." in engine.prompts.decode(engine.prompts_ids[0])
+    llm.chat([*first, thought, *last])
+    assert "Nothing to say." not in engine.prompts.decode(engine.prompts_ids[-1])
 
 
 def test_a_cache_point_ends_a_segment_that_is_learned_and_reused(llm: RagBlendLLM, engine: Recorder) -> None:

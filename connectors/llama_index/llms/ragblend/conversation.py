@@ -8,7 +8,15 @@ from typing import Any
 
 from llama_index.core.agent.react.types import ObservationReasoningStep
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as core_messages_to_prompt
-from llama_index.core.base.llms.types import CachePoint, ChatMessage, MessageRole, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    CitationBlock,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.llms.llm import MessagesToPromptType
 from llama_index.llms.ragblend.tools import calls_of
 
@@ -29,6 +37,9 @@ _ROLES = {
     MessageRole.FUNCTION: "tool",
 }
 _OBSERVATION = ObservationReasoningStep(observation="").get_content()
+# What other LLMs leave beside their text: core's rendering of a message leaves out what they thought and which sources
+# they name, and so do we.
+_TAKEN = (TextBlock, CachePoint, ToolCallBlock, ThinkingBlock, CitationBlock)
 _BETWEEN_BLOCKS = "\n"  # what core puts there when it reads a message's content
 
 
@@ -40,6 +51,8 @@ def conversation(
     A CachePoint ends a segment: the text between it and the one before (or the message's beginning) is a chunk of its
     own, so that no chunk is found across it. The last text of a conversation is what it asks, and is none.
 
+    Thoughts and citations in the messages of other LLMs are left out, as core does where it makes text of a message.
+
     System messages that begin the conversation are one.
 
     Args:
@@ -47,12 +60,13 @@ def conversation(
             with marked chunks are not put through it: whoever marked them has formatted them.
 
     Raises:
-        InvalidSettingError: a block is no text, or chunk ranges are not ranges of the message's text in order.
+        InvalidSettingError: a block holds what is no text (an image, a document), or chunk ranges are not ranges of the
+            message's text in order.
     """
     given = list(messages)
     for message in given:
         for block in message.blocks:
-            if not isinstance(block, (TextBlock, CachePoint, ToolCallBlock)):
+            if not isinstance(block, _TAKEN):
                 raise InvalidSettingError(
                     f"RagBlendLLM reads text, and this message holds a {type(block).__name__}: send its text instead"
                 )
