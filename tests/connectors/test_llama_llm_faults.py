@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import logging
 import pickle
@@ -257,14 +258,55 @@ def test_a_pickled_llm_opens_again_on_first_use_with_its_settings(opened: Open, 
     llm.engine.ingest(texts[:2])
     llm.max_tokens = 5
     prompt = f"{texts[1]}\n\n{texts[0]}\n\n{QUESTION}"
-    copy = pickle.loads(pickle.dumps(llm))
-    assert copy._engine is None
-    assert copy.model_dump() == llm.model_dump()
-    answers = [one.complete(prompt) for one in (llm, copy)]
+    again = pickle.loads(pickle.dumps(llm))
+    assert again._engine is None
+    assert again.model_dump() == llm.model_dump()
+    answers = [one.complete(prompt) for one in (llm, again)]
     assert answers[0].text == answers[1].text
     assert answers[1].raw["ragblend"]["hits"] == 2  # the same store, the same keys
-    assert copy.engine is not llm.engine
-    copy.close()
+    assert again.engine is not llm.engine
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda llm: llm.model_copy(), lambda llm: llm.model_copy(deep=True)]
+)
+def test_a_copy_has_its_own_settings_and_the_same_engine(opened: Open, texts: list[str], copied: Any) -> None:
+    llm = opened(temperature=0.5, seed=3, system_prompt="Be brief.")
+    llm.engine.ingest(texts[:2])
+    again = copied(llm)
+    assert type(again) is RagBlendLLM
+    assert again.model_dump() == llm.model_dump()
+    assert again.engine is llm.engine
+    again.max_tokens = 2
+    assert llm.max_tokens == 8
+    assert again.complete(f"{texts[0]}\n\n{QUESTION}").raw["ragblend"]["hits"] == 1
+    again.close()
+    with pytest.raises(InvalidSettingError, match="closed"):
+        again.complete(QUESTION)
+    assert llm.complete(f"{texts[1]}\n\n{QUESTION}").raw["ragblend"]["hits"] == 1  # type: ignore[index]
+
+
+def test_a_copy_hears_what_is_retrieved_when_the_original_is_gone(engine: Recorder, texts: list[str]) -> None:
+    llm = RagBlendLLM.from_engine(engine, max_tokens=2)
+    again = copy.deepcopy(llm)
+    del llm
+    gc.collect()
+    _retrieve(texts[:2])
+    assert again.complete("\n\n".join([*texts[:2], QUESTION])).raw["ragblend"]["misses"] == 2  # type: ignore[index]
+
+
+def test_what_holds_an_llm_can_be_copied_deep(opened: Open) -> None:
+    llm = opened(lazy=True)
+    parts = copy.deepcopy({"llm": llm, "same": llm, "structured": llm.as_structured_llm(Said)})
+    assert parts["llm"] is parts["same"] is parts["structured"].llm
+    assert parts["llm"] is not llm
+    assert parts["llm"]._engine is None  # a lazy one stays lazy
+    assert parts["llm"].engine is not llm.engine
+    engine = parts["llm"].engine
+    parts["llm"].close()
+    assert engine.closed
+    assert not llm.engine.closed
 
 
 def test_another_process_answers_alike(

@@ -86,7 +86,9 @@ def test_stop_is_a_sequence_of_strings(stop: object) -> None:
         DecodeSettings(stop=stop)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([0.5, 0.9, 1.0]))
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([0.5, 0.9, 1.0])
+)
 def test_top_k_draws_from_the_k_likeliest_as_transformers_does(seed: int, k: int, temperature: float, p: float) -> None:
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
     warped = TemperatureLogitsWarper(temperature)(None, logits[None])

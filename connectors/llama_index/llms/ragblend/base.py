@@ -109,8 +109,8 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             LlamaIndex prompt is cut at its `context_str`; the default is the text-QA prompt of core's query engines.
             A string or Messages are taken as they are. None: chunks are prefilled alone.
         ratio, selector: how many of the reused tokens are recomputed and which; None: as the engine does by itself.
-        max_tokens, temperature, top_k, top_p, repetition_penalty, stop, seed: as in ragblend's DecodeSettings. Each of these,
-            ratio and selector can be given to a single call, too.
+        max_tokens, temperature, top_k, top_p, repetition_penalty, stop, seed: as in ragblend's DecodeSettings. Each of
+            these, ratio and selector can be given to a single call, too.
         context_window: pack prompts to fewer tokens than the model takes.
         system_prompt: goes before every prompt that is not a conversation already.
         is_chat_model: whether core formats chat prompts for this LLM; None: if the model has a chat template.
@@ -129,7 +129,8 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             for what is above (model_name, tokenizer, tokenizer_name, device_map, max_new_tokens, generate_kwargs,
             model_kwargs, tokenizer_kwargs, ...). What those ask for and cannot be honoured is refused.
 
-    A pickled LLM opens its model and store again in the other process, on first use; its callbacks stay behind.
+    A copy, deep or not, has settings of its own and answers with the same engine, which only the LLM that opened it
+    closes. A pickled LLM opens its model and store again in the other process, on first use; its callbacks stay behind.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, StoreError, InvalidSettingError.
@@ -156,6 +157,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
 
     _engine: RagBlend | None = PrivateAttr(default=None)
     _opening: Opening | None = PrivateAttr(default=None)
+    _owns_engine: bool = PrivateAttr(default=True)
     _closed: bool = PrivateAttr(default=False)
     _changing: threading.RLock = PrivateAttr(default_factory=threading.RLock)
     _last_report: BlendReport | None = PrivateAttr(default=None)
@@ -256,7 +258,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
                 self._engine = self._opened(opening)
         else:
             self._check(engine)
-            self._engine = engine
+            self._engine, self._owns_engine = engine, False
         listen(self)
 
     @classmethod
@@ -350,7 +352,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
         stop_listening(self)
         with self._changing:
             engine, self._engine, self._closed = self._engine, None, True
-        if engine is not None and self._opening is not None:
+        if engine is not None and self._owns_engine:
             engine.close()
 
     def _opened(self, opening: Opening) -> RagBlend:
@@ -640,6 +642,24 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
 
     def as_structured_llm(self, output_cls: type[BaseModel], **kwargs: Any) -> StructuredLLM:
         return StructuredTemplateLLM(llm=self, output_cls=output_cls, **kwargs)
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        made = super().__copy__()
+        made._changing = threading.RLock()
+        # A lazy LLM has nothing to share before it is used: its copy opens an engine of its own.
+        made._owns_engine = made._engine is None
+        listen(made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        # Whoever copies what an LLM is part of wants other settings, not the weights a second time, and an open store
+        # cannot be copied at all. What the fields hold are values, or functions and handlers of the user's.
+        made = self.__copy__()
+        if memo is not None:
+            memo[id(self)] = made
+        return made
 
     # -- other processes --------------------------------------------------------------------------------------------
 
