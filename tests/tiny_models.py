@@ -7,17 +7,29 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GlmConfig,
+    GlmForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 SIZES: dict[str, Any] = {
@@ -62,11 +74,28 @@ FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
     ),
 }
 
+_OLDER_SIZES = {name: size for name, size in SIZES.items() if name != "head_dim"}
+# Each differs from those above in what stands around its attention; the laws that could break by that are tested.
+OTHER_FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
+    # A part of each key is rotated: split off before the model's own function, or in it.
+    "stablelm": lambda vocab: StableLmForCausalLM(StableLmConfig(**_OLDER_SIZES, vocab_size=vocab)),
+    "glm": lambda vocab: GlmForCausalLM(GlmConfig(**SIZES, vocab_size=vocab, pad_token_id=0)),
+    # Other names for what is around the layers, and for what a layer is given; a head with a bias.
+    "phi": lambda vocab: PhiForCausalLM(PhiConfig(**_OLDER_SIZES, vocab_size=vocab)),
+    "gpt-neox": lambda vocab: GPTNeoXForCausalLM(GPTNeoXConfig(**_OLDER_SIZES, vocab_size=vocab)),
+    # Layers without positions.
+    "smollm3": lambda vocab: SmolLM3ForCausalLM(
+        SmolLM3Config(**_OLDER_SIZES, vocab_size=vocab, pad_token_id=0, no_rope_layer_interval=2)
+    ),
+    # An attention function of its own choice, for "sdpa" knows no softcap.
+    "gemma2": lambda vocab: Gemma2ForCausalLM(Gemma2Config(**SIZES, vocab_size=vocab, sliding_window=24)),
+}
+
 
 def tiny_model(family: str, vocab: int = 320, seed: int = 0) -> PreTrainedModel:
     """A random model of the family, the same for the same seed."""
     torch.manual_seed(seed)
-    model = FAMILIES[family](vocab).eval()
+    model = (FAMILIES | OTHER_FAMILIES)[family](vocab).eval()
     # Norm weights and biases are made ones and zeros: a model that ignored them would pass unnoticed.
     with torch.no_grad():
         for name, parameter in model.named_parameters():

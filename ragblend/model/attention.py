@@ -29,6 +29,7 @@ from torch import Tensor
 
 ATTENTION_NAME = "ragblend"
 
+_UNKNOWN_FEATURES = {"s_aux": "learned sinks", "position_bias": "a bias by position"}
 # Rows in a block. Smaller blocks look at fewer keys beyond the diagonal; larger ones fill the matrix units and, on a
 # GPU, need fewer launches. The fused CPU kernel tiles queries by 64, so other multiples cost more per row.
 _BLOCK_ROWS = {"cpu": 128, "cuda": 512}
@@ -161,7 +162,7 @@ def attend(
     Raises:
         NotImplementedError: for attention features it does not know (learned sinks, position bias).
     """
-    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    unknown = [f"{what} ({name})" for name, what in _UNKNOWN_FEATURES.items() if kwargs.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
     rows = attention_mask

@@ -2,21 +2,26 @@
 
 The only file that imports transformers. It calls the decoder layers that transformers ships (law 7) with two things
 of ours: a `Cache` that scatters the computed rows into preallocated full-length buffers, and `CausalRows` in the place
-of a mask, which the registered attention function understands. `probe` compares the result with the model's own
-forward before the model is used for anything.
+of a mask, which the registered attention function understands. What stands around the layers is learned by watching
+the model's own forward, and the result is compared with that forward before the model is used for anything.
+
+The model stays as it is: layers choose their attention function by their config, so ours are copies of them, with the
+same weights and a config of their own.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
@@ -27,7 +32,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
@@ -36,7 +40,7 @@ from ragblend.kv import LayerKV, LayerShape
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping, rounded_up, same_inputs
 from ragblend.model.pages import prefer_huge_pages
-from ragblend.model.rope import Angles, Rope, identity_angles, inverted
+from ragblend.model.rope import USE_RATHER, Angles, Rope, identity_angles, inverted
 from ragblend.model.threads import Turn, disband
 
 _HUB_PATIENCE_S = 5.0
@@ -56,10 +60,11 @@ class Rows(NamedTuple):
 
     mask: CausalRows
     angles: dict[str, Angles]
+    position_ids: Tensor  # [1, rows]
 
     def probing(self, probe: AttentionProbe | None) -> Rows:
         """The same rows, with attention weights collected in `probe`."""
-        return Rows(replace(self.mask, probe=probe), self.angles)
+        return self._replace(mask=replace(self.mask, probe=probe))
 
 
 class KVCache:
@@ -148,6 +153,19 @@ class _Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
+class _OwnForward(NamedTuple):
+    """What the model's own forward showed.
+
+    before, after: modules between embedding and layers, and between layers and language-model head.
+    cache_name: the keyword by which layers are given their cache.
+    """
+
+    logits: Tensor  # [tokens, vocab], fp32
+    before: tuple[nn.Module, ...]
+    after: tuple[nn.Module, ...]
+    cache_name: str
+
+
 class Decoder:
     """A RoPE decoder-only causal LM, one layer and any set of rows at a time. Batch size is one throughout.
 
@@ -162,11 +180,11 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = False) -> None:
-        """Take over a loaded model.
+        """Drive a loaded model.
 
         Args:
-            model: a causal LM from transformers. Its attention implementation is set to ragblend's, which does what
-                "sdpa" does whenever transformers calls it with its own masks, so `model.generate` keeps working.
+            model: a causal LM from transformers. It goes on working for whoever else holds it, with the attention
+                implementation it has, for as long as its modules are not replaced.
             pack: lay the weights of its layers out for the CPU's matrix units, where that helps. The model still
                 computes the same, but can no longer be trained, converted or saved: for a model nobody else holds.
 
@@ -175,27 +193,31 @@ class Decoder:
                 forward.
         """
         config = model.config.get_text_config()
-        _refuse_config(model.config, type(model).__name__)
+        name = type(model).__name__
+        _refuse_config(model.config, name)
         self.model = model.eval()
         base = model.get_decoder()
-        layers = getattr(base, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not hasattr(base, "embed_tokens"):
+        linear, embed_tokens = model.get_output_embeddings(), model.get_input_embeddings()
+        layers = next(
+            (m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) >= config.num_hidden_layers), None
+        )
+        if layers is None or linear is None or embed_tokens is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep its decoder layers in `layers` behind `embed_tokens`; "
-                "use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
+                f"{name} is not one list of decoder layers between an embedding and a language-model head; {USE_RATHER}"
             )
         self._layers: list[Any] = list(layers[: config.num_hidden_layers])
-        self._embed_tokens = base.embed_tokens
+        self._embed_tokens = cast(nn.Embedding, embed_tokens)
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
         layer_types = getattr(config, "layer_types", None)
-        self._rope = Rope.of(base, self._layers[0].self_attn, tuple(layer_types) if layer_types else None)
-        linear = model.get_output_embeddings()
-        if linear is None or not hasattr(base, "norm"):
-            raise UnsupportedModelError(f"{type(model).__name__} has no language-model head behind a final norm")
-        multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
-        self._head = _Head(base.norm, linear, multiplier, getattr(config, "final_logit_softcapping", None))
+        for i, kind in enumerate((layer_types or ())[: len(self._layers)]):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(f"layer {i} of {name} is a {kind} layer, not softmax attention over a past")
+        self._rope = Rope.of(base, self._layers[0], tuple(layer_types) if layer_types else None)
+        if not hasattr(sys.modules[type(self._layers[0]).__module__], "ALL_ATTENTION_FUNCTIONS"):
+            raise UnsupportedModelError(
+                f"{name} computes attention in its own code alone, not through transformers' attention interface, so "
+                f"it cannot be asked for selected rows; {USE_RATHER}"
+            )
         self.n_layers = len(self._layers)
         self.context_window_tokens = int(config.max_position_embeddings)
         self.vocab_size = int(config.vocab_size)
@@ -206,7 +228,23 @@ class Decoder:
         self.fingerprint = _fingerprint(model, self.dtype)
         if self.device.type == "cpu":
             prefer_huge_pages()
-        self.shapes, self.windows = self._probe(config, pack and can_pack(self.dtype, self.device))
+
+        pack = pack and can_pack(self.dtype, self.device)
+        ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
+        with same_inputs(model if pack else nn.Module()) as siblings:
+            own = self._watch_own_forward(base, ids)
+        if pack:
+            _packed_fingerprints[model] = self.fingerprint
+            pack_linears(nn.ModuleList(self._layers), siblings)
+            release_mapping(model)
+        self._layers = [_redirected(layer, {}) for layer in self._layers]
+        self._after_embedding, self._cache_name = own.before, own.cache_name
+        multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        softcap = getattr(config, "final_logit_softcapping", None)
+        self._head = _Head(nn.Sequential(*own.after), linear, multiplier, softcap)
+        self.shapes, self.windows, self._rotated_dims = self._probe(config, ids, own.logits)
         if self.device.type == "cpu":
             prefer_huge_pages(model.parameters())
         disband()  # who loads a model need not be who uses it
@@ -234,13 +272,14 @@ class Decoder:
         """Rows at ascending absolute positions [rows]. angles: of 0..stop-1 (see `angles`), picked from here."""
         at = self._rounded(positions.to(self.device))
         picked = {kind: (cos[:, at], sin[:, at]) for kind, (cos, sin) in angles.items()}
-        return Rows(CausalRows(positions.cpu(), self.device, invisible), picked)
+        return Rows(CausalRows(positions.cpu(), self.device, invisible), picked, at[None])
 
     def run(self, start: int, stop: int) -> Rows:
         """Rows at positions start..stop-1, for decoding."""
         positions = torch.arange(start, stop)
-        angles = self._rope.angles(self._rounded(positions), self._embed_tokens.weight)
-        return Rows(CausalRows(positions, self.device), angles)
+        rounded = self._rounded(positions)
+        angles = self._rope.angles(rounded, self._embed_tokens.weight)
+        return Rows(CausalRows(positions, self.device), angles, rounded.to(self.device)[None])
 
     def _rounded(self, positions: Tensor) -> Tensor:
         """Positions [rows], and 0 for each row that products make up (see `rounded_up`)."""
@@ -250,7 +289,11 @@ class Decoder:
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [rows] -> hidden states [1, rows, hidden]."""
         hidden: Tensor = self._embed_tokens(ids.to(self.device)[None])
-        return hidden if self._embedding_multiplier == 1.0 else hidden * self._embedding_multiplier
+        if self._embedding_multiplier != 1.0:
+            hidden = hidden * self._embedding_multiplier
+        for module in self._after_embedding:
+            hidden = module(hidden)
+        return hidden
 
     def layer(self, index: int, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """Run one of the model's own layers on the selected rows against every position before them.
@@ -280,11 +323,11 @@ class Decoder:
 
     def rotate(self, layer: int, key: Tensor, angles: dict[str, Angles]) -> Tensor:
         """Rotate stored keys [kv_heads, tokens, key_dim] to the positions of `angles`."""
-        return self._rope.rotate(key, angles[self._rope.key_of(layer)])
+        return self._rope.rotate(key, angles[self._rope.key_of(layer)], self._rotated_dims[layer])
 
     def unrotate(self, layer: int, key: Tensor, inverse: dict[str, Angles]) -> Tensor:
         """Undo `rotate`. inverse: `inverse_angles` of the positions the keys are at."""
-        return self._rope.unrotate(key, inverse[self._rope.key_of(layer)])
+        return self._rope.unrotate(key, inverse[self._rope.key_of(layer)], self._rotated_dims[layer])
 
     def _call(self, index: int, hidden: Tensor, rows: Rows, cache: Cache) -> Tensor:
         angles = rows.angles[self._rope.key_of(index)]
@@ -296,51 +339,79 @@ class Decoder:
             hidden,
             attention_mask=rows.mask,
             position_embeddings=angles,
-            position_ids=None,
-            cache=cache,
+            position_ids=rows.position_ids,
             use_cache=True,
+            **{self._cache_name: cache},
         )
         return out[:, :n_rows]
 
     # -- load-time checks ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _probe(self, config: PreTrainedConfig, pack: bool) -> tuple[tuple[LayerShape, ...], tuple[int | None, ...]]:
-        """Compare with the model's own forward on a short prompt and learn the layers' sizes.
+    def _watch_own_forward(self, base: nn.Module, ids: Tensor) -> _OwnForward:
+        """Run the model as transformers does, and see what it does before and after its layers."""
+        called: list[nn.Module] = []
+        before: list[nn.Module] = []
+        cache_names: list[str] = []
 
-        Also checks, layer by layer, that keys are rotated the way `rotate` rotates and that sliding layers ask for
-        the window their config names: a short prompt would not show either.
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and module is not self._embed_tokens:
+                called.append(module)
+
+        def enter_first(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+            before.extend(called)
+            cache_names.extend(name for name, value in given.items() if isinstance(value, Cache))
+
+        def leave_last(*_: Any) -> None:
+            called.clear()
+
+        hooks = [child.register_forward_hook(note) for child in base.children()]
+        hooks.append(self._layers[0].register_forward_pre_hook(enter_first, with_kwargs=True))
+        hooks.append(self._layers[-1].register_forward_hook(leave_last))
+        try:
+            logits = self.model(input_ids=ids.to(self.device)[None], use_cache=True).logits[0].float()
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}'s own forward fails on {len(ids)} tokens and an empty cache: "
+                f"{_described(error)}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return _OwnForward(logits, tuple(before), tuple(called), (cache_names or ["cache"])[0])
+
+    @torch.inference_mode()
+    def _probe(
+        self, config: PreTrainedConfig, ids: Tensor, expected: Tensor
+    ) -> tuple[tuple[LayerShape, ...], tuple[int | None, ...], tuple[int, ...]]:
+        """Compare with the model's own logits of a short prompt and learn the layers' sizes.
+
+        Also learns, layer by layer, what is rotated of a key, and checks that sliding layers ask for the window their
+        config names: a short prompt would not show either.
         """
-        ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
         name = type(self.model).__name__
-        with same_inputs(self.model if pack else nn.Module()) as siblings:
-            expected = self.model(input_ids=ids.to(self.device)[None], use_cache=False).logits[0].float()
-
-        if pack:
-            _packed_fingerprints[self.model] = self.fingerprint
-            pack_linears(nn.ModuleList(self._layers), siblings)
-            release_mapping(self.model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-        self.model.set_attn_implementation(ATTENTION_NAME)
         try:
             windows: dict[int, int | None] = {}
             rows = self.rows(torch.arange(_PROBE_TOKENS), self.angles(_PROBE_TOKENS))
-            rows = Rows(replace(rows.mask, windows=windows), rows.angles)
+            rows = rows._replace(mask=replace(rows.mask, windows=windows))
             shapes: list[LayerShape] = []
+            rotated: list[int] = []
             hidden = self.embed(ids)
             cache = KVCache((), _PROBE_TOKENS, self.dtype, self.device)
             for i in range(self.n_layers):
-                rotated = self.project(i, hidden, rows)
-                shapes.append(LayerShape(rotated.key.shape[0], rotated.key.shape[2], rotated.value.shape[2]))
-                self._check_rotation(i, hidden, rows, rotated.key)
+                made = self.project(i, hidden, rows)
+                shapes.append(LayerShape(made.key.shape[0], made.key.shape[2], made.value.shape[2]))
                 cache.add_layer(shapes[-1])
-                hidden = self.layer(i, hidden, rows, cache)
+                given, hidden = hidden, self.layer(i, hidden, rows, cache)
+                rotated.append(self._find_rotated(i, given, rows, made))
             got = self.logits(hidden)
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise UnsupportedModelError(f"{name}'s layers cannot be driven one by one: {error}") from error
+            raise UnsupportedModelError(
+                f"{name}'s layers cannot be driven one by one, with rows in the place of a mask: {_described(error)}"
+            ) from error
 
         self._check_windows(config, windows, name)
         difference = float((got - expected).abs().max() / expected.std())
@@ -349,28 +420,42 @@ class Decoder:
                 f"{name} gives other logits layer by layer than in its own forward (largest difference "
                 f"{difference:.3g} standard deviations): something between its layers is unknown to ragblend"
             )
-        return tuple(shapes), tuple(windows[i] for i in range(self.n_layers))
+        return tuple(shapes), tuple(windows[i] for i in range(self.n_layers)), tuple(rotated)
 
-    def _check_rotation(self, index: int, hidden: Tensor, rows: Rows, rotated: Tensor) -> None:
+    def _find_rotated(self, index: int, hidden: Tensor, rows: Rows, made: LayerKV) -> int:
+        """How many dimensions of a layer's keys the model's own function rotates; none in a layer without positions."""
         kind = self._rope.key_of(index)
-        still = identity_angles(rows.angles[kind][0])
-        unrotated = self.project(index, hidden, Rows(rows.mask, {kind: still})).key
-        n_rows = len(rows.mask)
-        angles = {kind: (cos[:, :n_rows], sin[:, :n_rows]) for kind, (cos, sin) in rows.angles.items()}
-        expected = self.rotate(index, unrotated, angles).float()
-        error = float((expected - rotated.float()).abs().max() / rotated.float().abs().max().clamp_min(1e-9))
-        if not error <= (1e-4 if self.dtype.itemsize >= 4 else 2e-2):
+        still = {kind: identity_angles(rows.angles[kind][0])}
+        nowhere = rows._replace(angles=still, position_ids=torch.zeros_like(rows.position_ids))
+        unrotated = self.project(index, hidden, nowhere)
+        layer = f"layer {index} of {type(self.model).__name__}"
+        if not torch.equal(unrotated.value, made.value):
             raise UnsupportedModelError(
-                f"layer {index} of {type(self.model).__name__} does not rotate its keys with the model's rotary "
-                f"embedding alone (relative error {error:.3g}): its KV cannot be moved to another position"
+                f"{layer} keeps rotated numbers in the place of values (latent attention): its KV cannot be moved to "
+                "another position"
             )
+        n_rows = len(rows.mask)
+        cos, sin = (part[:, :n_rows] for part in rows.angles[kind])
+        size = made.key.float().abs().max().clamp_min(1e-9)
+        errors: dict[int, float] = {}
+        for width in (cos.shape[-1], 0):
+            try:
+                rotated = self._rope.rotate(unrotated.key, (cos, sin), width)
+            except (RuntimeError, TypeError):  # not of this width, or not a function of these
+                continue
+            errors[width] = float((rotated.float() - made.key.float()).abs().max() / size)
+        width = min(errors, key=errors.__getitem__)
+        if not errors[width] <= (1e-4 if self.dtype.itemsize >= 4 else 2e-2):
+            raise UnsupportedModelError(
+                f"{layer} does not rotate its keys with the model's rotary embedding alone (relative error "
+                f"{errors[width]:.3g}): its KV cannot be moved to another position"
+            )
+        return width
 
     def _check_windows(self, config: PreTrainedConfig, seen: dict[int, int | None], name: str) -> None:
         types = getattr(config, "layer_types", None) or [None] * self.n_layers
         window = getattr(config, "sliding_window", None)
         for i, kind in enumerate(types[: self.n_layers]):
-            if kind not in (None, "full_attention", "sliding_attention"):
-                raise UnsupportedModelError(f"layer {i} of {name} is a {kind} layer, not softmax attention over a past")
             expected = window if kind in (None, "sliding_attention") else None
             if kind is None and not hasattr(config, "sliding_window"):
                 expected = None
@@ -381,17 +466,40 @@ class Decoder:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Registered with transformers: selected rows are ours, everything else is its own "sdpa" (or "eager")."""
-    if isinstance(attention_mask, CausalRows):
-        n_rows = len(attention_mask)
-        attended, weights = attend(module, query[:, :, :n_rows], key, value, attention_mask, **kwargs)
-        spare = query.shape[2] - n_rows
-        return F.pad(attended, (0, 0, 0, 0, 0, spare)) if spare else attended, weights
-    stock = AttentionInterface()["sdpa"]
-    out: tuple[Tensor, Tensor | None] = stock(module, query, key, value, attention_mask, **kwargs)
-    return out
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: CausalRows, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Registered with transformers. Nothing is asked for the rows that products make up."""
+    n_rows = len(attention_mask)
+    attended, weights = attend(module, query[:, :, :n_rows], key, value, attention_mask, **kwargs)
+    spare = query.shape[2] - n_rows
+    return F.pad(attended, (0, 0, 0, 0, 0, spare)) if spare else attended, weights
+
+
+def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.Module:
+    """The same weights and code, but attention computed by `_attention`.
+
+    Modules that have a config, and those around them, are copied; the copies share their parameters with the
+    originals.
+
+    Args:
+        configs: copies of configs met so far, by the id of the original.
+    """
+    children = {name: child and _redirected(child, configs) for name, child in module.named_children()}
+    config = vars(module).get("config")
+    if not isinstance(config, PreTrainedConfig) and all(module._modules[name] is children[name] for name in children):
+        return module
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **children}
+    if isinstance(config, PreTrainedConfig):
+        if id(config) not in configs:
+            configs[id(config)] = copy.copy(config)
+            configs[id(config)]._attn_implementation_internal = ATTENTION_NAME
+        twin.__dict__["config"] = configs[id(config)]
+    return twin
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _refuse_config(config: PreTrainedConfig, name: str) -> None:
@@ -400,8 +508,8 @@ def _refuse_config(config: PreTrainedConfig, name: str) -> None:
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None) is None and getattr(text, "rope_theta", None) is None:
         raise UnsupportedModelError(
-            f"{name} ({config.model_type}) has no rotary position embedding (RoPE): its keys cannot be moved to "
-            "another position; use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
+            f"{name} ({config.model_type}) has no rotary position embedding (RoPE) in its config, by which its keys "
+            f"could be moved to another position; {USE_RATHER}"
         )
 
 

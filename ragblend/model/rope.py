@@ -2,7 +2,8 @@
 
 Keys are stored as a layer makes them before RoPE and rotated once, to the position they end up at. Both the angles
 (`rotary_emb`: base, llama3 / YaRN / long scaling, attention scaling) and the way pairs are laid out
-(`apply_rotary_pos_emb`: halves, interleaved, partial) belong to the model; nothing here knows a RoPE type.
+(`apply_rotary_pos_emb`: halves, interleaved) belong to the model; nothing here knows a RoPE type. How many of a
+key's dimensions are rotated, if any, differs by model and layer: `Decoder` finds it out when it loads one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ragblend.errors import UnsupportedModelError
+
+USE_RATHER = "use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
 
 Angles = tuple[Tensor, Tensor]
 """(cos, sin), each [1, tokens, rotary_dim], attention scaling included."""
@@ -35,18 +38,18 @@ class Rope:
     layer_types: tuple[str, ...] | None
 
     @classmethod
-    def of(cls, base: nn.Module, attention: nn.Module, layer_types: tuple[str, ...] | None) -> Rope:
-        """Find the rotary module of a decoder and the function its attention layers rotate with.
+    def of(cls, base: nn.Module, layer: nn.Module, layer_types: tuple[str, ...] | None) -> Rope:
+        """Find the rotary module of a decoder and the function its layers rotate with.
 
         Raises:
             UnsupportedModelError: the decoder has none.
         """
         module = getattr(base, "rotary_emb", None)
-        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        apply = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
         if not isinstance(module, nn.Module) or apply is None:
             raise UnsupportedModelError(
-                f"{type(base).__name__} has no rotary position embedding (RoPE) of its own: its keys cannot be moved "
-                "to another position; use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
+                f"{type(base).__name__} has no `rotary_emb` for all of its layers, which `apply_rotary_pos_emb` would "
+                f"rotate keys by: they cannot be moved to another position; {USE_RATHER}"
             )
         typed = "layer_type" in inspect.signature(module.forward).parameters
         if typed and layer_types is None:
@@ -67,16 +70,21 @@ class Rope:
             return {"": self.module(like, position_ids)}
         return {kind: self.module(like, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
 
-    def rotate(self, key: Tensor, angles: Angles) -> Tensor:
-        """Rotate keys [kv_heads, tokens, key_dim] to the positions of `angles`."""
-        cos, sin = angles
-        batched = key[None]
-        rotated: Tensor = self.apply(batched[:, :0], batched, cos, sin)[1]
-        return rotated[0]
+    def rotate(self, key: Tensor, angles: Angles, width: int) -> Tensor:
+        """Rotate keys [kv_heads, tokens, key_dim] to the positions of `angles`.
 
-    def unrotate(self, key: Tensor, inverse: Angles) -> Tensor:
+        width: so many of their first dimensions are rotated. Models split either before the function or in it.
+        """
+        if width == 0:
+            return key
+        cos, sin = angles
+        batched = key[None, ..., :width]
+        rotated: Tensor = self.apply(batched[:, :0], batched, cos, sin)[1][0]
+        return rotated if width == key.shape[-1] else torch.cat([rotated, key[..., width:]], dim=-1)
+
+    def unrotate(self, key: Tensor, inverse: Angles, width: int) -> Tensor:
         """Undo `rotate`, attention scaling included. inverse: `inverted` angles of those the keys were rotated by."""
-        return self.rotate(key.float(), inverse).to(key.dtype)
+        return self.rotate(key.float(), inverse, width).to(key.dtype)
 
 
 def inverted(angles: Angles) -> Angles:

@@ -1,0 +1,85 @@
+"""A Decoder beside others who use the same model, and models it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import SIZES, tiny_model
+from torch import Tensor
+
+from ragblend.errors import UnsupportedModelError
+from ragblend.model.decoder import Decoder
+
+IDS = torch.arange(7, 57)[None]
+
+
+@torch.inference_mode()
+def answers(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    padded = torch.ones_like(IDS)
+    padded[:, :5] = 0
+    return (
+        model(input_ids=IDS).logits,
+        model(input_ids=IDS, attention_mask=padded).logits,
+        model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("llama", "sdpa"), ("llama", "eager"), ("mistral", "eager"), ("gemma2", "eager"), ("gpt-neox", "sdpa")],
+)
+def test_a_model_stays_as_it_is_for_its_other_users(family: str, implementation: str) -> None:
+    other, model = tiny_model("llama"), tiny_model(family)
+    model.set_attn_implementation(implementation)
+    before = answers(model)
+    Decoder(other)
+    Decoder(model)
+    assert Decoder(model).fingerprint == Decoder(model).fingerprint
+    assert model.config._attn_implementation == implementation
+    for now, then in zip(answers(model), before, strict=True):
+        assert torch.equal(now, then)
+    # Nor does it keep what it was: its users may choose another one later.
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        assert len(model(input_ids=IDS, output_attentions=True).attentions) == SIZES["num_hidden_layers"]
+
+
+def test_weights_are_the_models_own() -> None:
+    model = tiny_model("llama")
+    decoder = Decoder(model)
+    cache = decoder.new_cache(4)
+    rows = decoder.run(0, 4)
+    hidden = decoder.embed(torch.arange(4))
+    with torch.inference_mode():
+        first = decoder.layer(0, hidden, rows, cache)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(2.0)
+        assert not torch.allclose(decoder.layer(0, hidden, rows, cache), first)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, r"learned sinks \(s_aux\)"),
+        ("Falcon", {}, "not through transformers' attention interface"),
+        ("HunYuanDenseV1", {"head_dim": 16}, "does not rotate its keys with the model's rotary embedding alone"),
+        ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "in its config"),
+        ("Lfm2", {"layer_types": ["full_attention", *["conv"] * 4]}, "layer 1 of Lfm2ForCausalLM is a conv layer"),
+        (
+            "MiniCPM3",
+            {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+            "in the place of values",
+        ),
+    ],
+)
+def test_refusals_say_why(name: str, settings: dict[str, Any], reason: str) -> None:
+    sizes = {} if name == "GPTJ" else {k: v for k, v in SIZES.items() if k != "head_dim"}
+    config = getattr(transformers, f"{name}Config")(**sizes, **settings, vocab_size=320, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():  # a norm behind the rotation is no hindrance as long as all of its weights are one
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Decoder(model)
