@@ -195,6 +195,12 @@ class Decoder:
         config = model.config.get_text_config()
         name = type(model).__name__
         _refuse_config(model.config, name)
+        layer_types = getattr(config, "layer_types", None)
+        for i, kind in enumerate((layer_types or ())[: config.num_hidden_layers]):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(
+                    f"layer {i} of {name} is a {kind} layer, not attention over all of a past or a window of it"
+                )
         self.model = model.eval()
         base = model.get_decoder()
         linear, embed_tokens = model.get_output_embeddings(), model.get_input_embeddings()
@@ -208,10 +214,6 @@ class Decoder:
         self._layers: list[Any] = list(layers[: config.num_hidden_layers])
         self._embed_tokens = cast(nn.Embedding, embed_tokens)
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
-        layer_types = getattr(config, "layer_types", None)
-        for i, kind in enumerate((layer_types or ())[: len(self._layers)]):
-            if kind not in ("full_attention", "sliding_attention"):
-                raise UnsupportedModelError(f"layer {i} of {name} is a {kind} layer, not softmax attention over a past")
         self._rope = Rope.of(base, self._layers[0], tuple(layer_types) if layer_types else None)
         if not hasattr(sys.modules[type(self._layers[0]).__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise UnsupportedModelError(
