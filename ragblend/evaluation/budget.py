@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ragblend.errors import InvalidSettingError
+from ragblend.evaluation.calibrate import NEEDED, divergence, reference_of
 from ragblend.evaluation.calibrate import calibrate as calibrated
-from ragblend.evaluation.calibrate import divergence, reference_of
 from ragblend.evaluation.fidelity import Corpus
 from ragblend.evaluation.metrics import bootstrap_interval
 from ragblend.evaluation.strategies import engines, read_questions
@@ -63,8 +63,11 @@ def run(
         )
         asked = everything[:limit]
         known, new = asked[::2], asked[1::2]
-        if not new:
-            raise InvalidSettingError("one half of the questions calibrates and the other is asked: take more")
+        if len(known) < NEEDED:
+            raise InvalidSettingError(
+                f"one half of the questions calibrates and the other is asked: that takes {2 * NEEDED - 1} at least "
+                f"(--limit), and there are {len(asked)}"
+            )
         folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragblend-bench-")))
         kv = stack.enter_context(KVStore(folder))
         decoder = Decoder(loaded, pack=True)

@@ -107,7 +107,8 @@ def calibrate(
         and that get a full prefill, and the fixed ratio that would keep it as often.
 
     Raises:
-        InvalidSettingError: too few prompts, or too little time for so many; no candidates.
+        InvalidSettingError: too few prompts, or too few that reuse KV which is not exact where it stands; no
+            candidates.
         IngestError: none of the prompts holds a stored chunk.
         ContextWindowError: they are too long for the model.
         StoreError: what is found could not be kept.
@@ -140,6 +141,7 @@ def calibrate(
     selector = compared.best() if compared_on else candidates[0]
     seen: list[Floats] = []
     kl: list[list[float]] = []
+    exact = 0  # requests whose stored chunks all stand where they were prefilled
     too_long: ContextWindowError | None = None
     began, said = time.perf_counter(), False
     for asked, prompt in enumerate(prompts):
@@ -157,20 +159,28 @@ def calibrate(
         try:
             reference = references.pop(asked, None) or reference_of(engine, prompt)
             probes = [_Probe(ratio) for ratio in MEASURED]
-            row = [divergence(engine, reference, probe, selector).kl for probe in probes]
+            row = [divergence(engine, reference, probe, selector) for probe in probes]
             if (found := probes[0].seen) is not None:  # else nothing has moved: it is a full prefill's already
                 seen.append(found)
-                kl.append(row)
+                kl.append([measured.kl for measured in row])
+            elif row[0].report.reused_tokens:
+                exact += 1
         except ContextWindowError as error:
             too_long = error
         step()
-    if not kl:
+    if not kl and not exact:
         raise too_long or IngestError("none of the chunks in these prompts is stored: ingest them first")
-    samples = Samples.measured(selector, np.stack(seen), np.array(kl))
-    if len(samples) < NEEDED:
+    if (reusing := len(kl) + exact) < NEEDED:
         raise InvalidSettingError(
-            f"only {len(samples)} of {len(prompts)} questions reuse anything; {NEEDED} are needed at least: ask others"
+            f"only {reusing} of {len(prompts)} questions reuse anything; {NEEDED} are needed at least: ask others"
         )
+    if len(kl) < NEEDED:
+        raise InvalidSettingError(
+            f"{exact} of {len(prompts)} questions need no ratio: all they reuse stands where it was prefilled, and is "
+            f"exact there. To promise something for others takes {NEEDED} of those at least, and there are {len(kl)}: "
+            "ask with more chunks; or where answers are made from no more than these, ask for no bound"
+        )
+    samples = Samples.measured(selector, np.stack(seen), np.array(kl))
     summary = {
         "selector": selector_as_dict(selector),
         "questions": len(samples),

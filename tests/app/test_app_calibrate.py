@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ragblend.evaluation.calibrate import NEEDED, calibrate, calibrate_documents
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.kb import KnowledgeBase
 from ragblend.model.sources import load_model
+from ragblend.quality import CALIBRATION
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
@@ -168,6 +170,12 @@ def test_what_cannot_be_calibrated_says_why(loaded: Any, tmp_path: Path) -> None
         engine.ingest(CASES[0].chunks)
         with pytest.raises(InvalidSettingError, match="on the way"):
             calibrate(engine, [PROMPTS[0]] * NEEDED, candidates=[HKVD()])
+        alone = "\n\n".join([CASES[0].chunks[0], CASES[0].question])  # its chunk stands where it was prefilled
+        assert engine.answer(alone, max_tokens=1).report.hits == 1
+        with pytest.raises(InvalidSettingError, match=f"{NEEDED} of {NEEDED} questions need no ratio"):
+            calibrate(engine, [alone] * NEEDED, candidates=CHOICE[:1])
+        with pytest.raises(InvalidSettingError, match=f"only 1 of {NEEDED} questions reuse anything"):
+            calibrate(engine, [alone, *PROMPTS[1:NEEDED]], candidates=CHOICE[:1])
         assert engine.samples is None
 
 
@@ -234,7 +242,7 @@ def test_questions_are_made_up_until_there_are_enough_and_their_time_is_over(tin
 
 
 @pytest.mark.usefixtures("embedding_model")
-def test_bounds_are_measured_on_questions_held_out(cli: Cli, tmp_path: Path) -> None:
+def test_bounds_are_measured_on_questions_held_out(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     data = tmp_path / "cases.jsonl"
     write_cases(data, two_hop(2 * NEEDED, chunks=3))
     args = ["--data", data, "--chunks", "3", "--chunk-tokens", "40", "--limit", str(2 * NEEDED), "--dtype", "float32"]
@@ -245,6 +253,16 @@ def test_bounds_are_measured_on_questions_held_out(cli: Cli, tmp_path: Path) -> 
     assert level["within"] >= 0.7  # of 19: what is promised is for many
     with pytest.raises(InvalidSettingError):
         budget.run(model="", data=data, bounds={"no": -1.0})
+    steps: list[int] = []
+    with pytest.raises(InvalidSettingError, match=f"takes {2 * NEEDED - 1} at least"):
+        budget.run(
+            model=str(tiny_model),
+            data=data,
+            chunks=3,
+            limit=2 * NEEDED - 2,
+            progress=lambda done, of: steps.append(done),
+        )
+    assert not steps, "refused before anything is ingested"
 
 
 def test_documents_are_kept_whole(tmp_path: Path) -> None:
@@ -258,6 +276,13 @@ def test_documents_are_kept_whole(tmp_path: Path) -> None:
         assert store.documents("notes_") == {"notes_1": {"a": [1, 3]}, "notes_2": {}}
         with pytest.raises(StoreError):
             store.save_document("../notes", {})
+
+
+def test_numbers_that_json_does_not_know_are_null(cli: Cli, tmp_path: Path) -> None:
+    with KVStore(tmp_path / "store") as store:
+        store.save_document(f"{CALIBRATION}x", {"compared": [{"to_the_first_ci": [1.0, math.inf]}], "kl": math.nan})
+    (found,) = cli("stats", "--json").json["calibrations"]
+    assert found == {"compared": [{"to_the_first_ci": [1.0, None]}], "kl": None}
 
 
 def test_questions_are_read_from_odd_files(tmp_path: Path) -> None:
