@@ -12,17 +12,36 @@ Exit codes: 0 done; 1 an error, explained; 2 a wrong option; 3 done, but some fi
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ragblend import __version__
 from ragblend.cli.bench import bench
 from ragblend.cli.commands import calibrate, ingest, query, stats, verify
-from ragblend.cli.reporting import INTERRUPTED
+from ragblend.cli.reporting import INTERRUPTED, WRONG_USAGE, as_line
+
+
+class _Commands(TyperGroup):
+    """All commands. What is wrong with their options is known before one of them runs, and reported here."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **how: Any) -> Any:
+        args = sys.argv[1:] if args is None else list(args)
+        options = args[: args.index("--")] if "--" in args else args
+        try:
+            return super().main(args, *more, **how)
+        except SystemExit as stop:
+            if stop.code == WRONG_USAGE and "--json" in options:
+                wrong: Any = stop.__context__  # what typer explained on stderr
+                typer.echo(as_line({"error": {"type": "UsageError", "message": wrong.format_message()}}))
+            raise
+
 
 app = typer.Typer(
     name="ragblend",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -54,7 +54,9 @@ def ttft(
     """
     with reporting(as_json) as say:
         is_there(data)
-        at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, limit=limit, repeats=repeats)
+        at_least_one(
+            chunks=chunks, chunk_tokens=chunk_tokens, limit=limit, repeats=repeats, decode_tokens=decode_tokens
+        )
         ratio_of(str(ratio))
         from ragblend.evaluation.ttft import run
         from ragblend.model.sources import DEFAULT_MODEL

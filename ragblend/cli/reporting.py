@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import sys
 import traceback
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-SKIPPED, FAILED, INTERRUPTED = 3, 1, 130
+SKIPPED, FAILED, WRONG_USAGE, INTERRUPTED = 3, 1, 2, 130
 Say = Callable[[dict[str, Any], object], None]
 
 
@@ -42,7 +43,7 @@ def reporting(as_json: bool) -> Iterator[Say]:
         nonlocal said
         if as_json:
             if not said:
-                print(json.dumps(result), file=stdout, flush=True)
+                print(as_line(result), file=stdout, flush=True)
             said = True
         elif isinstance(for_people, str):
             typer.echo(for_people)
@@ -76,6 +77,19 @@ def reporting(as_json: bool) -> Iterator[Say]:
                 traceback.print_exc(file=sys.stderr)
             message = f"{type(error).__name__}: {error} (set RAGBLEND_DEBUG=1 for a traceback)"
             raise fail(type(error).__name__, message, FAILED) from None
+
+
+def as_line(result: dict[str, Any]) -> str:
+    """One line of JSON, which knows neither NaN nor infinity: they are null, as an end that an interval lacks."""
+    return json.dumps(_finite(result), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

@@ -70,7 +70,13 @@ def run(
     Raises:
         InvalidSettingError, ModelError, StoreError.
     """
-    for name, value in (("chunks", chunks), ("chunk_tokens", chunk_tokens), ("limit", limit), ("repeats", repeats)):
+    for name, value in {
+        "chunks": chunks,
+        "chunk_tokens": chunk_tokens,
+        "limit": limit,
+        "repeats": repeats,
+        "decode_tokens": decode_tokens,
+    }.items():
         if value < 1:
             raise InvalidSettingError(f"{name} must be at least 1, got {value}")
     with ExitStack() as stack:

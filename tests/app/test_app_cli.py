@@ -281,6 +281,11 @@ def bench_without_data(cli: Cli, tmp_path: Path) -> list[str | Path]:
     return ["bench", "ttft", "--data", tmp_path / "nowhere.jsonl"]
 
 
+def bench_that_decodes_nothing(cli: Cli, tmp_path: Path) -> list[str | Path]:
+    data = questions(tmp_path / "questions.jsonl")
+    return ["bench", "ttft", "--data", data, "--chunks", "2", "--chunk-tokens", "60", "--decode-tokens", "0"]
+
+
 @pytest.mark.parametrize(
     ("prepare", "kind"),
     [
@@ -300,6 +305,7 @@ def bench_without_data(cli: Cli, tmp_path: Path) -> list[str | Path]:
         (ratio_that_is_no_number, "InvalidSettingError"),
         (top_k_of_zero, "InvalidSettingError"),
         (bench_without_data, "InvalidSettingError"),
+        (bench_that_decodes_nothing, "InvalidSettingError"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -317,9 +323,27 @@ def test_bad_input_is_explained(cli: Cli, tmp_path: Path, prepare: object, kind:
     assert plain.out == ""
 
 
-@pytest.mark.parametrize("args", [["query"], ["ingest"], ["stats", "--nonsense"], ["query", "x", "--top-k", "many"]])
-def test_wrong_usage(cli: Cli, args: list[str]) -> None:
-    assert cli(*args).code == 2
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["query"], "QUESTION"),
+        (["ingest"], "PATH"),
+        (["stats", "--nonsense"], "--nonsense"),
+        (["query", "x", "--top-k", "many"], "--top-k"),
+        (["bench", "ttft", "--limit", "abc"], "--limit"),
+        (["bench", "nonsense"], "nonsense"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_usage(cli: Cli, args: list[str], named: str) -> None:
+    plain, done = cli(*args), cli(*args, "--json")
+    assert plain.code == done.code == 2
+    assert plain.out == ""
+    assert "Usage" in plain.err
+    assert "Usage" in done.err
+    assert done.json["error"]["type"] == "UsageError"
+    assert named in done.json["error"]["message"]
+    assert cli(*args[:1], "--model", "m", "--nonsense", "--", "--json").out == "", "--json is no option there"
 
 
 @needs_embedding
