@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.llms.ragblend import RagBlendLLM
 
+    from ragblend.audit import Audit
     from ragblend.engine import RagBlend
     from ragblend.kb.session import ChatSession
 
@@ -66,6 +67,7 @@ class KnowledgeBase:
         policy: Policy | None = None,
         size_limit_bytes: int | None = None,
         dtype: str = "auto",
+        audit: Audit | None = None,
         create: bool = True,
     ) -> None:
         """Open a knowledge base, or make one.
@@ -81,6 +83,8 @@ class KnowledgeBase:
                 has KV of its own: an ingest with another one makes it.
             size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
             dtype: of the model; "auto" takes what is fastest here. Each has KV of its own.
+            audit: which answers are held against a full prefill afterwards, those of sessions included, and what is
+                tolerated; None: none are. What was found: `engine.audits()`.
             create: whether to make one where there is none.
 
         Raises:
@@ -121,6 +125,7 @@ class KnowledgeBase:
             self.policy,
             dtype,
             auto_dtype=str(before.get("auto_dtype") or ""),
+            audit=audit,
         )
 
     # ---- ingest

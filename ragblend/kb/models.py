@@ -15,6 +15,7 @@ from ragblend.store.kvstore import KVStore
 if TYPE_CHECKING:
     from llama_index.llms.ragblend import RagBlendLLM
 
+    from ragblend.audit import Audit
     from ragblend.blend.variants import Policy
     from ragblend.engine import RagBlend
 
@@ -37,10 +38,12 @@ class Models:
         policy: Policy,
         dtype: str = "auto",
         auto_dtype: str = "",
+        audit: Audit | None = None,
     ) -> None:
         """auto_dtype: what the dtype "auto" came to when a model was loaded last; "" if nobody knows."""
         self.embedding_name, self.policy = embedding_name, policy
-        self._store, self._model, self._dtype, self._auto_dtype = store, model, dtype, auto_dtype
+        self._store, self._model, self._audit = store, model, audit
+        self._dtype, self._auto_dtype = dtype, auto_dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
 
@@ -52,7 +55,8 @@ class Models:
                 from llama_index.llms.ragblend import RagBlendLLM
 
                 chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
-                self._llm = RagBlendLLM(store=self._store, dtype=self._dtype, policy=self.policy, **chosen)
+                chosen |= {"dtype": self._dtype, "policy": self.policy, "audit": self._audit}
+                self._llm = RagBlendLLM(store=self._store, **chosen)
             return self._llm.engine
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from llama_index.core.schema import NodeWithScore
 
+from ragblend.audit import Audit, Audited
 from ragblend.errors import (
     ContextWindowError,
     EmptyPromptError,
@@ -72,6 +73,20 @@ def said_tokens(report: BlendReport) -> int:
 
 def statuses(report: BlendReport) -> list[str]:
     return [use.status for use in report.chunks]
+
+
+def test_answers_and_turns_are_audited(store: Path, tiny_model: Path, embedding_model: None) -> None:
+    found: list[Audited] = []
+    audit = Audit(share=1.0, on_result=found.append)
+    with KnowledgeBase(store, model=str(tiny_model), audit=audit) as kb:
+        kb.query(MOON, top_k=2, max_tokens=8)
+        kb.engine.drain()
+        assert len(found) == 1
+        chat = kb.session("audited", top_k=2, max_tokens=8)
+        chat.chat(BRIDGE)
+        kb.engine.drain()
+        chat.clear()
+        assert len(found) == kb.engine.audits().audited == 2
 
 
 def test_a_turn_pays_for_its_question_and_its_chunks(kb: KnowledgeBase) -> None:
