@@ -58,9 +58,20 @@ from ragblend.settings import EngineSettings
 # Core's agents use deprecated parts of core.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-PACKAGES = ("diskcache", "rich", "typer", "accelerate", "xxhash")
+PACKAGES = (
+    *("diskcache", "rich", "typer", "accelerate", "xxhash", "transformers", "sentence-transformers", "torch", "tqdm"),
+    *("pydantic", "yarl", "regex", "psutil", "ruff", "threadpoolctl", "charset-normalizer", "frozenlist", "propcache"),
+)
 QUESTION = "How is a cache opened, and what does it cost to read from it?"
-TOP_K = 3
+ASKED = (
+    QUESTION,
+    "How is a cache opened?",
+    "How is a cache closed?",
+    "And how is it closed?",
+    "What does a bar look like?",
+)
+"""All that is looked up in the index: only what is found is ingested."""
+TOP_K = 5
 SHORT = 8
 """Tokens of an answer that nobody dictates."""
 
@@ -174,8 +185,10 @@ def module_shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
         for name in PACKAGES
     ]
     nodes = SentenceSplitter(chunk_size=300, chunk_overlap=0).get_nodes_from_documents(documents)
-    engine.ingest(text_of(node) for node in nodes)
+    assert len(nodes) >= 300
     index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
+    retriever = index.as_retriever(similarity_top_k=TOP_K)
+    engine.ingest(text_of(found.node) for question in ASKED for found in retriever.retrieve(question))
     yield Shelf(engine, llm, documents, nodes, index, Dictation(model))
     engine.close()
     llama_index.core.global_tokenizer = before
@@ -206,9 +219,11 @@ def way(function: Way) -> Way:
     return function
 
 
-def _mode(mode: ResponseMode, *, asynchronous: bool) -> Way:
+def _mode(mode: ResponseMode, *, asynchronous: bool, multimodal: bool = False) -> Way:
     def ask(shelf: Shelf) -> Sequence[str]:
-        engine = shelf.index.as_query_engine(similarity_top_k=TOP_K, response_mode=mode, use_async=asynchronous)
+        engine = shelf.index.as_query_engine(
+            similarity_top_k=TOP_K, response_mode=mode, use_async=asynchronous, multimodal=multimodal
+        )
         response = asyncio.run(engine.aquery(QUESTION)) if asynchronous else engine.query(QUESTION)
         return texts_of(response.source_nodes)
 
@@ -218,6 +233,10 @@ def _mode(mode: ResponseMode, *, asynchronous: bool) -> Way:
 for _each in ("compact", "refine", "tree_summarize", "accumulate", "simple_summarize", "compact_accumulate"):
     for _asynchronous in (False, True):
         WAYS[f"{_each}-{'async' if _asynchronous else 'sync'}"] = _mode(ResponseMode(_each), asynchronous=_asynchronous)
+for _asynchronous in (False, True):
+    WAYS[f"multimodal-{'async' if _asynchronous else 'sync'}"] = _mode(
+        ResponseMode.COMPACT, asynchronous=_asynchronous, multimodal=True
+    )
 
 
 @way
@@ -281,7 +300,7 @@ def _sub_questions(shelf: Shelf) -> Sequence[str]:
     tool = QueryEngineTool.from_defaults(
         shelf.index.as_query_engine(similarity_top_k=TOP_K), name="readmes", description="READMEs"
     )
-    questions = ["How is a cache opened?", "What does a progress bar look like?"]
+    questions = ["How is a cache opened?", "What does a bar look like?"]
     asked = {"items": [{"sub_question": question, "tool_name": "readmes"} for question in questions]}
     shelf.dictate(f"```json\n{json.dumps(asked)}\n```")
     engine = SubQuestionQueryEngine.from_defaults(
@@ -343,9 +362,9 @@ def _sentence_windows(shelf: Shelf) -> Sequence[str]:
 
 @way
 def _long_context_reorder(shelf: Shelf) -> Sequence[str]:
-    engine = shelf.index.as_query_engine(similarity_top_k=5, node_postprocessors=[LongContextReorder()])
+    engine = shelf.index.as_query_engine(similarity_top_k=TOP_K, node_postprocessors=[LongContextReorder()])
     response = engine.query(QUESTION)
-    assert texts_of(response.source_nodes) != texts_of(shelf.index.as_retriever(similarity_top_k=5).retrieve(QUESTION))
+    assert texts_of(response.source_nodes) != texts_of(shelf.retrieved())
     return texts_of(response.source_nodes)
 
 
