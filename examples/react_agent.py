@@ -46,7 +46,7 @@ def agent(model: Any, store: str) -> ReActAgent:
 async def ask(agent: ReActAgent, question: str) -> None:
     print(await agent.run(user_msg=question))
     report = agent.llm.last_report
-    print(f"{report.hits} of {len(report.chunks)} chunks reused in the last prompt, whose end is always fresh")
+    print(f"{report.hits} of {len(report.chunks)} chunks reused in the last prompt")
     agent.llm.close()
 
 

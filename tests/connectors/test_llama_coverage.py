@@ -69,6 +69,7 @@ ASKED = (
     "How is a cache closed?",
     "And how is it closed?",
     "What does a bar look like?",
+    f"input is {QUESTION}\n",  # as RetrieverTool puts it
 )
 """All that is looked up in the index: only what is found is ingested."""
 TOP_K = 5

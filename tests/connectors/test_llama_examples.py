@@ -39,7 +39,7 @@ def test_react_agent(tmp_path: Path, settings: Any, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert dictation.left == 0
     assert "It is 38 metres high." in out
-    assert "2 of 2 chunks reused in the last prompt" in out
+    assert "3 of 3 chunks reused in the last prompt" in out
 
 
 @pytest.mark.usefixtures("settings")
