@@ -441,3 +441,16 @@ def test_payloads_do_not_depend_on_the_order_of_ingesting(decoder: Decoder, tmp_
             found.append({key: path.read_bytes() for key, path in store.paths(store.keys()).items()})
     assert len(found[0]) == 6
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_payloads_do_not_depend_on_what_an_engine_made_before(decoder: Decoder, tmp_path: Path, policy: Policy) -> None:
+    found = []
+    for number, before in enumerate(([], [STORM], [STORM, TODAY, FIRST])):
+        with KVStore(tmp_path / str(number)) as store, make_engine(decoder, store, policy) as engine:
+            engine.ingest(before)
+            engine.ingest(before, neighbours=[[STAIRS] for _ in before])
+            keys = [entry.key for entry in engine.ingest([COPPER], neighbours=[[FERRY]]).entries]
+            found.append([path.read_bytes() for path in store.paths(keys).values()])
+    assert found[0]
+    assert found[0] == found[1] == found[2]

@@ -69,8 +69,8 @@ class Precomputer:
         if tokens > self._decoder.context_window_tokens:
             raise ContextWindowError(tokens, 0, self._decoder.context_window_tokens)
         begun = self._begin(before, tokens)
+        self._compute(begun, self._head)
         if begun.known != before and source is not None:
-            self._compute(begun, self._head)
             plan = _behind_stored((*before, *ids), len(self._head), stored)
             prefill(self._decoder, begun.cache, plan, source, RecomputeNone(), 0.0)
         else:
@@ -79,7 +79,11 @@ class Precomputer:
         return self._unrotated(begun.cache, len(before), tokens)
 
     def _begin(self, before: tuple[int, ...], tokens: int) -> _Begun:
-        """Buffers for so many tokens that begin with `before`, or else with as much of the head as there is."""
+        """Buffers for so many tokens that begin with `before`, or else with the head, or else with nothing.
+
+        Never with the beginning of something longer: computed together with more rows, the head is rounded otherwise,
+        and a chunk's KV is not to depend on which chunks came before it.
+        """
         begun = next((each for each in self._begun if each.known == before), None)
         if begun is not None:
             self._begun.remove(begun)
@@ -87,7 +91,7 @@ class Precomputer:
             begun = _Begun((), self._decoder.new_cache(tokens))
         else:
             begun = self._begun.pop(0)
-            begun.known = self._head if begun.known[: len(self._head)] == self._head else ()
+            begun.known = self._head if begun.known == self._head else ()
         if begun.cache.capacity < tokens:
             grown = self._decoder.new_cache(tokens + tokens // 4)
             known = slice(0, len(begun.known))
@@ -98,8 +102,8 @@ class Precomputer:
         return begun
 
     def _compute(self, begun: _Begun, ids: tuple[int, ...]) -> None:
-        """Have the buffers begin with these ids, which begin with what is known."""
-        if begun.known != ids:
+        """Have the buffers begin with these ids at least; what is known begins with them, or they with it."""
+        if len(begun.known) < len(ids):
             prefill(self._decoder, begun.cache, full_plan(ids, len(begun.known)), None, RecomputeNone(), 0.0)
             begun.known = ids
 

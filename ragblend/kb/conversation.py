@@ -111,13 +111,11 @@ class Conversation:
         """Forget everything that was said, on the disk, too.
 
         Raises:
-            StoreError: the file cannot be removed.
+            StoreError: the file cannot be removed; nothing is forgotten then.
         """
-        with self._lock, self._typed_errors("remove"):
-            self._stored = self._unwritten = ()
-            with self._alone():
-                self._path.unlink(missing_ok=True)
-                self._seen = None
+        with self._lock, self._typed_errors("remove"), self._alone():
+            self._path.unlink(missing_ok=True)
+            self._stored, self._unwritten, self._seen = (), (), None
 
     def _state(self) -> _State | None:
         try:

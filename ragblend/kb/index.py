@@ -320,7 +320,10 @@ class DocumentIndex:
             self._loosen(keys)
 
     def note_kv(self, entries: Mapping[int, Sequence[KVEntry]], *, model: str) -> None:
-        """Note the stored variants of chunks, by chunk id, in the place of those noted for the model before."""
+        """Note the stored variants of chunks, by chunk id, in the place of those noted for the model before.
+
+        Those of chunks that another ingest has removed meanwhile are loose.
+        """
         gone: dict[str, None] = {}
         with self._typed_errors("write to"), self._transaction():
             for chunk, kv in entries.items():
@@ -329,7 +332,10 @@ class DocumentIndex:
                     key for (key,) in self._db.execute("SELECT key FROM kv WHERE chunk = ? AND model = ?", where)
                 )
                 self._db.execute("DELETE FROM kv WHERE chunk = ? AND model = ?", where)
-                self._note_kv(chunk, model, kv)
+                if self._db.execute("SELECT 1 FROM chunks WHERE id = ?", (chunk,)).fetchone():
+                    self._note_kv(chunk, model, kv)
+                else:
+                    gone |= dict.fromkeys(entry.key for entry in kv)
             self._loosen(gone)
 
     def loosen(self, keys: Iterable[str]) -> None:

@@ -259,6 +259,8 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     chosen = {name: value for name, value in settings.items() if value is not None}
     if isinstance(stop := chosen.get("stop"), Iterable):  # in all the ways in which RagBlendLLM takes it
         chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "top_k" in chosen:
+        raise InvalidSettingError("top_k is the number of a session's sources, for all turns: kb.session(top_k=...)")
     if "ratio" in chosen:
         check_ratio(chosen["ratio"])
     if "selector" in chosen:

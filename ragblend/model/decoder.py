@@ -12,10 +12,13 @@ same weights and a config of their own.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
 import sys
+import threading
+import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -355,17 +358,20 @@ class Decoder:
         called: list[nn.Module] = []
         before: list[nn.Module] = []
         cache_names: list[str] = []
+        mine = threading.get_ident()  # others may be using the model
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and module is not self._embed_tokens:
+            if threading.get_ident() == mine and isinstance(output, Tensor) and module is not self._embed_tokens:
                 called.append(module)
 
         def enter_first(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-            before.extend(called)
-            cache_names.extend(name for name, value in given.items() if isinstance(value, Cache))
+            if threading.get_ident() == mine:
+                before.extend(called)
+                cache_names.extend(name for name, value in given.items() if isinstance(value, Cache))
 
         def leave_last(*_: Any) -> None:
-            called.clear()
+            if threading.get_ident() == mine:
+                called.clear()
 
         hooks = [child.register_forward_hook(note) for child in base.children()]
         hooks.append(self._layers[0].register_forward_pre_hook(enter_first, with_kwargs=True))
@@ -492,12 +498,22 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
         return module
     twin = copy.copy(module)
     twin._modules = {**module._modules, **children}
+    vars(twin).update({name: _rebound(value, module, twin) for name, value in vars(twin).items()})
     if isinstance(config, PreTrainedConfig):
         if id(config) not in configs:
             configs[id(config)] = copy.copy(config)
             configs[id(config)]._attn_implementation_internal = ATTENTION_NAME
         twin.__dict__["config"] = configs[id(config)]
     return twin
+
+
+def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
+    """A module's attribute for its twin: what others put in the place of its forward (accelerate does) is bound."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, twin)
+    if isinstance(value, functools.partial) and value.args and value.args[0] is module:
+        return functools.partial(value.func, twin, *value.args[1:], **value.keywords)
+    return value
 
 
 def _described(error: Exception) -> str:

@@ -111,6 +111,7 @@ def rounded_up(n_rows: int) -> int:
 @contextmanager
 def same_inputs(module: nn.Module) -> Iterator[list[Siblings]]:
     """Watch `module` run; the list is there afterwards."""
+    mine = threading.get_ident()  # others may be using the model
     given_to: dict[tuple[nn.Module, int], list[str]] = {}
     kept: list[Tensor] = []  # an id is only unique as long as its tensor lives
     hooks = []
@@ -119,7 +120,8 @@ def same_inputs(module: nn.Module) -> Iterator[list[Siblings]]:
             if type(child) is nn.Linear:
 
                 def note(_: nn.Module, given: tuple[Tensor, ...], parent: nn.Module = parent, name: str = name) -> None:
-                    if given:  # by position: by keyword, a packed layer would not take it anyway
+                    # By position: by keyword, a packed layer would not take it anyway.
+                    if given and threading.get_ident() == mine:
                         kept.append(given[0])
                         given_to.setdefault((parent, id(given[0])), []).append(name)
 

@@ -267,3 +267,14 @@ def test_vectors_of_another_kind_are_refused(tmp_path: Path) -> None:
         with pytest.raises(IngestError, match="dimensions"):
             put(index, "x", [NewChunk("t", {}, np.ones(3, np.float32), [])])
         assert index.count_documents() == 1
+
+
+def test_kv_of_a_chunk_that_another_ingest_has_removed_is_loose(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index, DocumentIndex(tmp_path) as other:
+        put(index, "d", [chunk("here", 1)])
+        put(index, "stays", [chunk("there", 2)])
+        (gone,), (stays,) = index.chunks_of("d", "m"), index.chunks_of("stays", "m")
+        remove(other, "d")
+        index.note_kv({gone.id: [KVEntry("made for nobody")], stays.id: [KVEntry("made anew")]}, model="m")
+        assert index.kv_keys("m") == ["made anew"]
+        assert set(index.loose_keys()) == {"key of here", "key of there", "made for nobody"}

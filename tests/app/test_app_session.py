@@ -291,6 +291,8 @@ def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> N
             kb.session("a", **settings)
     with pytest.raises(InvalidSettingError):
         kb.session("a").chat("Who?", colour="red")
+    with pytest.raises(InvalidSettingError, match="number of a session.s sources"):
+        kb.session("a").chat("Who?", top_k=5)
     with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
         empty.session("a")
 
@@ -433,6 +435,23 @@ def test_a_kill_while_a_file_is_made_again_costs_nothing_and_leaves_nothing(tmp_
     Conversation(tmp_path, "b")
     assert set(os.listdir(tmp_path)) == before
     assert Conversation(tmp_path, "a").turns == turns
+
+
+def test_what_cannot_be_removed_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn("Who?", "Mira.")
+    conversation = Conversation(tmp_path, "one")
+    conversation.add(turn)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(StoreError, match="cannot remove"):
+            conversation.clear()
+    assert conversation.turns == (turn,)
+    conversation.clear()
+    assert conversation.turns == Conversation(tmp_path, "one").turns == ()
 
 
 def test_a_turn_that_could_not_be_written_is_written_with_the_next_one(

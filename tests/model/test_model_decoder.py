@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import SIZES, tiny_model
 from torch import Tensor
 
@@ -45,6 +47,40 @@ def test_a_model_stays_as_it_is_for_its_other_users(family: str, implementation:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         assert len(model(input_ids=IDS, output_attentions=True).attentions) == SIZES["num_hidden_layers"]
+
+
+def test_a_model_may_be_in_use_while_it_is_loaded() -> None:
+    """What others' calls do is not taken for the probe's own."""
+    model, stop = tiny_model("llama"), threading.Event()
+    started = threading.Event()
+
+    def use() -> None:
+        while not stop.is_set():
+            with torch.inference_mode():
+                model(input_ids=IDS)
+            started.set()
+
+    user = threading.Thread(target=use)
+    user.start()
+    try:
+        assert started.wait(10)
+        for _ in range(5):
+            Decoder(model)
+    finally:
+        stop.set()
+        user.join()
+
+
+def test_forwards_that_others_have_hooked_are_those_of_the_copies() -> None:
+    """accelerate puts its hooks into the place of a module's forward, bound to that module."""
+    model = tiny_model("llama")
+    before = answers(model)
+    for layer in model.model.layers:
+        add_hook_to_module(layer, ModelHook())
+        add_hook_to_module(layer.self_attn, ModelHook())
+    Decoder(model)
+    for now, then in zip(answers(model), before, strict=True):
+        assert torch.equal(now, then)
 
 
 def test_weights_are_the_models_own() -> None:
