@@ -14,11 +14,13 @@ from tiny_tokenizers import BUILDERS
 from torch import Tensor
 
 from ragblend import Chunk, RagBlend
+from ragblend.blend import precompute
+from ragblend.blend.prefill import Plan, Prefilled, prefill
 from ragblend.blend.variants import CONTEXT_TOKENS, FILLER, POLICIES, VARIANTS, Name, Policy
 from ragblend.chunks import Entry, IngestReport
 from ragblend.errors import IngestError
 from ragblend.kv import LayerKV
-from ragblend.model.decoder import Decoder
+from ragblend.model.decoder import Decoder, KVCache
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
@@ -454,3 +456,17 @@ def test_payloads_do_not_depend_on_what_an_engine_made_before(decoder: Decoder, 
             found.append([path.read_bytes() for path in store.paths(keys).values()])
     assert found[0]
     assert found[0] == found[1] == found[2]
+
+
+def test_the_head_is_computed_by_itself(engine: RagBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together with what follows it, it would be rounded otherwise, and chunks behind it with it."""
+    computed = []
+
+    def noted(decoder: Decoder, cache: KVCache, plan: Plan, *how: Any) -> Prefilled:
+        computed.append((plan.known, len(plan.ids)))
+        return prefill(decoder, cache, plan, *how)
+
+    engine.ingest([STORM])  # behind head and filler
+    monkeypatch.setattr(precompute, "prefill", noted)
+    engine.ingest([COPPER], neighbours=[[FERRY]])
+    assert (0, len(engine.preamble_ids)) in computed
