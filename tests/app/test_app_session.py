@@ -291,7 +291,7 @@ def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> N
             kb.session("a", **settings)
     with pytest.raises(InvalidSettingError):
         kb.session("a").chat("Who?", colour="red")
-    with pytest.raises(InvalidSettingError, match="number of a session.s sources"):
+    with pytest.raises(InvalidSettingError, match="number of a session's sources"):
         kb.session("a").chat("Who?", top_k=5)
     with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
         empty.session("a")
