@@ -255,28 +255,29 @@ class StoredChunks:
         if not neighbour:
             with self._decoder.turn:
                 return self._precomputer.chunk_kv(ids, context.ids), note
-        with self._head_kv(neighbour) as source, self._decoder.turn:
-            try:
-                return self._precomputer.chunk_kv(ids, context.ids, source, len(neighbour)), note
-            except CorruptPayloadError as error:
-                _log.warning("%s", error)
+        with self._stored_source(self.key(neighbour, "head")) as stored, self._decoder.turn:
+            if stored is not None:
+                try:
+                    return self._precomputer.chunk_kv(ids, context.ids, stored, len(neighbour)), note
+                except CorruptPayloadError as error:
+                    _log.warning("%s", error)
+            # As it would be stored, or a chunk's KV would depend on whether its neighbour happened to be stored first.
             made = InMemory(self._precomputer.chunk_kv(neighbour), self._decoder.device)
             return self._precomputer.chunk_kv(ids, context.ids, made, len(neighbour)), note
 
     @contextlib.contextmanager
-    def _head_kv(self, ids: Sequence[int]) -> Iterator[LayerSource]:
-        """KV of ids right behind the head, to prefill something behind them: the stored one, or as it would be stored.
-
-        Never any other, or a chunk's KV would depend on whether its neighbour happened to be stored before it.
-        """
-        reader = self._store.open(self.key(ids, "head"))
-        if reader is not None and reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
-            with reader, LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader:
-                yield loader
+    def _stored_source(self, key: str) -> Iterator[LayerSource | None]:
+        """What is stored under a key, as a source for a prefill; None where nothing of this model is."""
+        reader = self._store.open(key)
+        if reader is None:
+            yield None
             return
-        with self._decoder.turn:
-            made = InMemory(self._precomputer.chunk_kv(ids), self._decoder.device)
-        yield made
+        with reader:
+            if reader.shapes != self._decoder.shapes or reader.dtype != self._decoder.dtype:
+                yield None
+                return
+            with LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader:
+                yield loader
 
     def _label(self, record: bytes) -> bytes:
         """By which KV of a text is found that this model made behind this preamble."""

@@ -144,10 +144,7 @@ class Conversation:
 
     def _append(self, turns: Sequence[Turn]) -> None:
         try:
-            with self._path.open("ab") as file:
-                file.write(_lines(turns))
-                file.flush()
-                os.fsync(file.fileno())
+            _write(self._path, "ab", turns)
         except BaseException:
             with contextlib.suppress(OSError):  # they are written again, and must not be there twice
                 os.truncate(self._path, self._seen.size if self._seen else 0)
@@ -155,10 +152,7 @@ class Conversation:
 
     def _rewrite(self, turns: Sequence[Turn]) -> None:
         try:
-            with self._aside.open("wb") as file:
-                file.write(_lines(turns))
-                file.flush()
-                os.fsync(file.fileno())
+            _write(self._aside, "wb", turns)
             os.replace(self._aside, self._path)
         finally:
             self._aside.unlink(missing_ok=True)
@@ -189,6 +183,13 @@ class Conversation:
                 f"cannot {verb} the conversation {self._path}, since {_LOCK} beside it cannot be locked ({error}): "
                 "see whether another process hangs, and whether the folder can be written"
             ) from error
+
+
+def _write(path: Path, mode: str, turns: Sequence[Turn]) -> None:
+    with path.open(mode) as file:
+        file.write(_lines(turns))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _lines(turns: Sequence[Turn]) -> bytes:

@@ -242,7 +242,8 @@ class Decoder:
             _packed_fingerprints[model] = self.fingerprint
             pack_linears(nn.ModuleList(self._layers), siblings)
             release_mapping(model)
-        self._layers = [_redirected(layer, {}) for layer in self._layers]
+        configs: dict[int, PreTrainedConfig] = {}
+        self._layers = [_redirected(layer, configs) for layer in self._layers]
         self._after_embedding, self._cache_name = own.before, own.cache_name
         multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
