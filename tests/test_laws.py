@@ -276,7 +276,19 @@ def test_blend_then_decode_equals_stock_decode_from_the_same_cache(bench: Bench,
     assert [step.token_id for step in steps] == expected
 
 
-def test_guessing_ahead_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DecodeSettings(30),
+        DecodeSettings(30, repetition_penalty=1.3),
+        DecodeSettings(30, temperature=1.2, top_p=0.9, seed=5),
+        DecodeSettings(30, temperature=0.7, top_k=40, repetition_penalty=1.1, seed=6),
+    ],
+    ids=["greedy", "penalty", "sampled", "sampled-penalty"],
+)
+def test_guessing_ahead_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, settings: DecodeSettings
+) -> None:
     """Whatever is guessed, right, wrong or right at first, the answer is that of one token at a time."""
     done, cache, plan = bench.blend((3, 1, 2), QuestionAttention(), 0.3)
     prompt = len(plan.ids)
@@ -294,13 +306,13 @@ def test_guessing_ahead_changes_nothing(bench: Bench, monkeypatch: pytest.Monkey
         for layer in range(bench.decoder.n_layers):
             roomy.write(layer, slice(0, prompt), *cache.read(layer, slice(0, prompt)))
         passes.clear()
-        return [s.token_id for s in decode(bench.decoder, roomy, done.logits, plan.ids, DecodeSettings(30), (), str)]
+        return [s.token_id for s in decode(bench.decoder, roomy, done.logits, plan.ids, settings, (), str)]
 
     monkeypatch.setattr(_Lookup, "after", lambda self, ids: [])
     alone = answer()
     assert passes == [1] * 29
 
-    for right, wrong in ((6, 0), (0, 6), (3, 2), (1, 1)):
+    for right, wrong in ((7, 0), (0, 7), (3, 2), (1, 1)):
 
         def guess(self: _Lookup, ids: Sequence[int], right: int = right, wrong: int = wrong) -> list[int]:
             at = len(ids) - prompt
@@ -312,10 +324,13 @@ def test_guessing_ahead_changes_nothing(bench: Bench, monkeypatch: pytest.Monkey
 
 
 def test_lookup_finds_what_followed_the_last_tokens() -> None:
-    lookup = _Lookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3])
-    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3]) == [4, 5, 6, 7, 8, 9]
-    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 7]) == []
-    assert lookup.after([1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 7, 9, 2, 3]) == [7, 9, 2, 3]
+    ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 0, 0, 0, 0, 0, 2, 3]
+    lookup = _Lookup()
+    assert lookup.after(ids) == [4, 5, 6, 7, 8, 9, 3]  # two tokens agree there, one at the later 3
+    assert lookup.after([*ids, 11]) == []
+    assert lookup.after([*ids, 11, 6]) == [7, 8, 9, 3, 0, 0, 0]  # one is better than nothing
+    assert lookup.after([*ids, 11, 6, 2, 3]) == [11, 6, 2, 3, 11, 6, 2]  # the latest of equals, and on in its loop
+    assert _Lookup().after([5]) == []
 
 
 def test_keys_rotated_away_and_back_are_the_same(family: str) -> None:

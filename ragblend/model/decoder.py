@@ -152,7 +152,9 @@ class _Head:
     softcap: float | None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.linear(self.norm(hidden)).float() * self.multiplier
+        logits: Tensor = self.linear(self.norm(hidden)).float()
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

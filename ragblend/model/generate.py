@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -110,10 +111,11 @@ def decode(
 ) -> Iterator[Step]:
     """Decode from a cache that holds the prompt's KV in positions 0..tokens-1.
 
-    Greedy answers look ahead: answers from retrieved text tend to repeat it, so what followed the last tokens where
-    they stood before is guessed to follow again (prompt lookup decoding). The guesses run through the model beside
-    the token they follow, which costs hardly more than that token alone, and count only as far as the model itself
-    chooses them: the answer is the same, only sooner.
+    Answers from retrieved text tend to repeat it, so what followed the last tokens where they stood before is guessed
+    to follow again (prompt lookup decoding; Yang et al., arXiv 2304.04487). The guesses run through the model beside
+    the token they follow, which costs hardly more than that token alone. Each token is still chosen from its own
+    logits, by the rules of the settings, and a guess counts only if it is what was chosen: the answer is the same, only
+    sooner.
 
     Args:
         cache: capacity >= prompt tokens + settings.max_tokens - 1; positions from the prompt's end on are overwritten.
@@ -132,11 +134,14 @@ def decode(
     text = _TextStream(to_text, settings.stop)
     ids = prompt_ids.tolist()
     penalised = settings.repetition_penalty != 1.0
-    lookup = _Lookup(ids) if settings.greedy and not penalised else None
-    ahead: list[Tensor] = [logits]  # of the positions after each token that is already certain to be chosen
+    lookup = _Lookup()
+    guesses: list[int] = []
+    ahead = [logits]  # of the next position, and of those behind each guess
     left = settings.max_tokens
     while True:
         token = next_token(ahead.pop(0), settings, torch.tensor(ids) if penalised else prompt_ids, generator)
+        if guesses and guesses.pop(0) != token:
+            guesses, ahead = [], []
         left -= 1
         if token in ends:
             yield Step(token, text.finish(), "stop")
@@ -151,12 +156,8 @@ def decode(
         yield Step(token, piece, "")
         ids.append(token)
         if not ahead:
-            guesses = [] if lookup is None else lookup.after(ids)[: left - 1]
-            rows = _advance(decoder, cache, [token, *guesses], len(ids) - 1)
-            right = 0
-            while right < len(guesses) and int(rows[right].argmax()) == guesses[right]:
-                right += 1
-            ahead = list(rows[: right + 1])
+            guesses = lookup.after(ids)[: left - 1]
+            ahead = list(_advance(decoder, cache, [token, *guesses], len(ids) - 1))
 
 
 @torch.inference_mode()
@@ -170,29 +171,37 @@ def _advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: 
 
 
 class _Lookup:
-    """What followed the last tokens where they stood before: 3 equal tokens, or 2, and up to GUESSES behind them."""
+    """Guesses what follows the last tokens by what followed them before.
 
-    GUESSES = 6  # a matrix unit takes this many rows in the time of one
+    Of the places where the last token stood, the one that most of those before it agree with (up to ENOUGH in all) is
+    followed, and of several the latest. Where it is so near that less than GUESSES follow it, a loop is guessed.
+    """
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._last: tuple[dict[tuple[int, ...], int], ...] = ({}, {})  # n-gram -> where it was last followed
+    GUESSES = 7  # beside the token they follow: a matrix unit takes eight rows in the time of one
+    ENOUGH = 3
+
+    def __init__(self) -> None:
+        self._places: defaultdict[int, list[int]] = defaultdict(list)  # of each token, where others follow
         self._done = 0
-        self._learn(ids)
 
     def after(self, ids: Sequence[int]) -> list[int]:
         """Guesses for what follows ids [tokens], of which those of earlier calls are the beginning."""
-        self._learn(ids)
-        for seen, n in zip(self._last, (3, 2), strict=True):
-            at = seen.get(tuple(ids[-n:]))
-            if at is not None:
-                return list(ids[at : at + self.GUESSES])
-        return []
-
-    def _learn(self, ids: Sequence[int]) -> None:
-        for stop in range(max(3, self._done), len(ids)):
-            for seen, n in zip(self._last, (3, 2), strict=True):
-                seen[tuple(ids[stop - n : stop])] = stop
-        self._done = len(ids)
+        for place in range(self._done, len(ids) - 1):
+            self._places[ids[place]].append(place)
+        self._done = len(ids) - 1
+        longest, found = 0, 0
+        for place in reversed(self._places[ids[-1]]):
+            n = 1
+            while n < self.ENOUGH and n <= place and ids[place - n] == ids[-1 - n]:
+                n += 1
+            if n > longest:
+                longest, found = n, place
+            if n == self.ENOUGH:
+                break
+        if not longest:
+            return []
+        followers = ids[found + 1 : found + 1 + self.GUESSES]
+        return [followers[i % len(followers)] for i in range(self.GUESSES)]
 
 
 class _TextStream:
