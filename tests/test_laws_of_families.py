@@ -10,6 +10,7 @@ from test_laws import (  # noqa: F401 - collected here once more, with other fam
     test_first_chunk_behind_its_own_preamble_is_the_stock_prefix,
     test_full_prefill_equals_the_stock_forward,
     test_keys_rotated_away_and_back_are_the_same,
+    test_stored_kv_does_not_depend_on_what_was_computed_before,
 )
 from tiny_models import OTHER_FAMILIES
 

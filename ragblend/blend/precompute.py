@@ -114,8 +114,9 @@ class Precomputer:
         layers = []
         for layer in range(self._decoder.n_layers):
             key, value = cache.read(layer, at)
-            # Copies: the buffers are used again for the next chunk, while this one is still being written.
-            layers.append(LayerKV(self._decoder.unrotate(layer, key, inverse).cpu(), value.clone().cpu()))
+            # Copies, also of keys that have no rotation to undo: the buffers are used again for the next chunk, while
+            # this one is still being written.
+            layers.append(LayerKV(self._decoder.unrotate(layer, key.clone(), inverse).cpu(), value.clone().cpu()))
         return layers
 
 
