@@ -576,7 +576,10 @@ def load_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(source, **extra)
         except (OSError, ValueError) as error:
             raise _not_found(source, error) from error
-    nn.Module.to(model, device, dtype)
+    nn.Module.to(model, device)
+    for parameter in model.parameters():
+        # Not the buffers: frequencies of rotary embeddings stay fp32 whatever the weights are, as in transformers.
+        parameter.data = parameter.data.to(dtype)
     return model, tokenizer
 
 

@@ -36,6 +36,13 @@ def test_a_folder_and_the_same_model_in_memory_have_one_fingerprint(folder: Path
     assert Decoder(model).fingerprint == Decoder(moved).fingerprint
 
 
+def test_rotary_frequencies_are_not_rounded_to_the_weights_dtype(folder: Path) -> None:
+    exact, _ = load_model(folder, dtype="float32", device="cpu")
+    model, _ = load_model(folder, dtype="bfloat16", device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+
+
 def test_bad_names_and_settings(folder: Path) -> None:
     with pytest.raises(InvalidSettingError, match="dtype"):
         load_model(folder, dtype="int7")
