@@ -216,7 +216,8 @@ class RagBlend:
         self._compute = self.decoder.turn
         self._prefetcher = Prefetcher()
         self._idle = IdleWorker(_WAITING)
-        weakref.finalize(self, self._idle.close).atexit = False
+        # Not `close`: engines are collected in whatever thread, which may hold what the worker is waiting for.
+        weakref.finalize(self, self._idle.stop).atexit = False
         self._guard = None if self.settings.audit is None else Guard(self.settings.audit)
 
     @classmethod
@@ -627,6 +628,8 @@ class RagBlend:
 
     def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool, goes_on: bool) -> None:
         """What an answer leaves behind: its prefix in RAM, its misses to be learned, itself to be audited."""
+        if self.closed:
+            return
         exact_root = self.fingerprint.encode()
         with_answer = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
         if ready.exact_tokens == len(ready.ids):
@@ -734,6 +737,8 @@ class RagBlend:
         try:
             room = min(COMPARED_TOKENS, ready.cache.capacity - len(ready.ids))
             full = self._fully(ready.ids, room)
+            if full is None:
+                return
             wanted = [step.token_id for step in self.steps(full, DecodeSettings(max_tokens=room))]
             there, here = self.logits(full, wanted), self.logits(ready, wanted)
             kl = kl_divergence(there, here)
@@ -753,20 +758,23 @@ class RagBlend:
     def _warm(self, prompt: Prompt) -> None:
         layout = lay_out(self.prompts, prompt, self.chunks.known_texts(), self.chunks.texts_of)
         ids = torch.from_numpy(layout.ids.copy())
-        if len(ids) < self.decoder.context_window_tokens and not self._idle.closing:
-            done = self._fully(ids, 0, behind_known=True)
-            self.prefix_cache.keep(self.fingerprint.encode(), ids, done.cache)
+        if len(ids) < self.decoder.context_window_tokens:
+            done = self._fully(ids, 0, for_prefix=True)
+            if done is not None:
+                self.prefix_cache.keep(self.fingerprint.encode(), ids, done.cache)
 
-    def _fully(self, ids: Tensor, max_tokens: int, *, behind_known: bool = False) -> Ready:
-        """A full prefill, block by block, giving way to requests in between.
+    def _fully(self, ids: Tensor, max_tokens: int, *, for_prefix: bool = False) -> Ready | None:
+        """A full prefill, block by block, giving way to requests in between; None where closing did not wait for it.
 
-        behind_known: whether it goes on from what the prefix cache holds.
+        for_prefix: whether it goes on from what the prefix cache holds, and is of use there only.
         """
         with self._compute:
             cache = self.decoder.new_cache(len(ids) + max_tokens)
-            known = self._known_prefix(self.fingerprint.encode(), ids, cache)[0] if behind_known else 0
+            known = self._known_prefix(self.fingerprint.encode(), ids, cache)[0] if for_prefix else 0
         while True:
             self._idle.wait_for_idle()
+            if self._idle.closing if for_prefix else self._idle.overdue:
+                return None
             stop = min(known + _AUDITED_AT_ONCE, len(ids))
             with self._compute:
                 done = prefill(self.decoder, cache, full_plan(ids[:stop], known), None, RecomputeNone(), 0.0)

@@ -28,7 +28,8 @@ class IdleWorker:
 
     def __init__(self, room: int) -> None:
         self._busy_s = 0.0
-        self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue(room)
+        self._room = room
+        self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue()  # has no bound: the end mark fits
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -36,13 +37,10 @@ class IdleWorker:
 
     def submit(self, name: str, job: Job) -> bool:
         """Whether it was taken. name: what did not work, if it does not."""
-        with self._lock:  # nothing is put behind the end mark that `close` puts
-            if self._closed:
+        with self._lock:  # nothing is put behind the end mark that `stop` puts
+            if self._closed or self._jobs.qsize() >= self._room:
                 return False
-            try:
-                self._jobs.put_nowait((name, job))
-            except queue.Full:
-                return False
+            self._jobs.put((name, job))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="ragblend-idle", daemon=True)
                 self._thread.start()
@@ -57,6 +55,11 @@ class IdleWorker:
         """Whether there is no use any more in what would be in RAM only."""
         return self._closed
 
+    @property
+    def overdue(self) -> bool:
+        """Whether closing has taken as long as it may."""
+        return self._closed and time.perf_counter() >= self._until
+
     def wait_for_idle(self) -> None:
         """Come back when nothing has been computed for a moment, or the worker is being closed."""
         while not self._closed and time.perf_counter() - self._busy_s < _IDLE_S:
@@ -67,18 +70,21 @@ class IdleWorker:
         if threading.current_thread() is not self._thread:
             self._jobs.join()
 
-    def close(self) -> None:
-        """Do what is waiting, for a few seconds at most. Closing twice is fine."""
+    def stop(self) -> None:
+        """Take no more jobs, and have what is waiting done, for a few seconds at most. Does not wait for it."""
         with self._lock:
-            if self._closed:
-                return
-            self._until = time.perf_counter() + _PATIENCE_S
-            self._closed = True
-            thread = self._thread
-        if thread is not None:
-            self._jobs.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+            if not self._closed:
+                self._until = time.perf_counter() + _PATIENCE_S
+                self._closed = True
+                if self._thread is not None:
+                    self._jobs.put(None)
+
+    def close(self) -> None:
+        """`stop`, and wait for it. Closing twice is fine."""
+        self.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
@@ -90,7 +96,7 @@ class IdleWorker:
     def _do(self, name: str, job: Job) -> None:
         try:
             self.wait_for_idle()
-            if not self._closed or time.perf_counter() < self._until:
+            if not self.overdue:
                 job()
         except RagBlendError as error:
             _log.warning("%s: %s", name, error)

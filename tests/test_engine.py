@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, MaxKL, Message, RagBlend
 from ragblend.blend.budget import RATIOS, Budget, Samples
+from ragblend.blend.prefill import Prefilled, prefill
 from ragblend.blend.selectors import HKVD, QuestionAttention
 from ragblend.errors import (
     ContextWindowError,
@@ -405,6 +409,59 @@ def test_closing_while_a_stream_is_open(tmp_path: Path) -> None:
     list(stream)
     engine.drain()
     engine.close()
+
+
+def test_what_is_done_for_ram_only_ends_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, begun, blocks = make_engine(tmp_path / "kv"), threading.Event(), []
+
+    def block(*args: Any) -> Prefilled:
+        blocks.append(args)
+        begun.set()
+        while not engine.closed:
+            time.sleep(0.01)
+        return prefill(*args)
+
+    monkeypatch.setattr("ragblend.engine.prefill", block)
+    engine.warm(" ".join(TEXTS * 2))  # two blocks
+    assert begun.wait(30)
+    engine.close()
+    assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_answers_that_end_after_their_engine_leave_nothing_in_ram(tmp_path: Path, ratio: float) -> None:
+    engine = make_engine(tmp_path / "kv")
+    engine.ingest(TEXTS)
+    stream = engine.stream([*chunks(0, 1), QUESTION], ratio=ratio, max_tokens=3)
+    engine.close()
+    assert len(list(stream)) <= 3
+    stream.close()
+    assert engine.prefix_cache.n_bytes == 0
+
+
+def test_an_engine_may_be_collected_by_a_thread_that_is_computing(tmp_path: Path) -> None:
+    """Wherever a collection happens to run, it must not wait for the engine's worker, which may wait for this turn."""
+    tok = BUILDERS["chatml"]()
+    decoder = Decoder(tiny_model("llama", vocab=len(tok)))
+    engine = RagBlend(decoder, tok, tmp_path / "kv")
+    idle = weakref.ref(engine._idle)
+    engine.answer([Chunk("A text nobody has seen before, at all."), QUESTION], max_tokens=1)
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del engine, cycle
+    collecting = threading.Thread(target=gc.collect)
+    with decoder.turn:
+        collecting.start()
+        collecting.join(20)
+        assert not collecting.is_alive()
+    for _ in range(200):
+        gc.collect()
+        if idle() is None:
+            break
+        time.sleep(0.05)
+    assert idle() is None  # its thread has ended, too
+    with KVStore(tmp_path / "kv") as store:
+        assert len(store) > 0  # and what was missed is learned
 
 
 def test_prompt_over_the_window_says_the_numbers(engine: RagBlend) -> None:

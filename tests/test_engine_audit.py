@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Audit, Chunk, RagBlend
 from ragblend.audit import Audited, AuditLog, Guard
+from ragblend.blend.prefill import Prefilled, prefill
 from ragblend.errors import InvalidSettingError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder
@@ -177,6 +180,29 @@ def test_answers_are_audited_for_ever_even_if_an_audit_fails(store: KVStore) -> 
         engine.ingest(TEXTS)
         ask(engine, 3)
         assert engine.audits().audited == 3
+
+
+def test_closing_waits_for_an_audit_for_a_while_only(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragblend.engine._AUDITED_AT_ONCE", 16)
+    monkeypatch.setattr("ragblend.idle._PATIENCE_S", 0.0)
+    engine = engine_on(store, audit=Audit(share=1.0))
+    engine.ingest(TEXTS)
+    begun, blocks = threading.Event(), []
+
+    def block(*args: Any) -> Prefilled:
+        blocks.append(args)
+        begun.set()
+        while not engine.closed:
+            time.sleep(0.01)
+        return prefill(*args)
+
+    with engine.stream(prompt((2, 0, 1)), ratio=0.0, max_tokens=2) as stream:
+        monkeypatch.setattr("ragblend.engine.prefill", block)
+        list(stream)
+    assert begun.wait(30)
+    engine.close()
+    assert len(blocks) == 1
+    assert engine.audits().audited == 0
 
 
 @pytest.mark.parametrize(
