@@ -242,6 +242,8 @@ def _explicit(
     packed = q.reshape(kv_heads, (heads // kv_heads) * n_rows, dim)
     # Of keys in the front of a longer buffer a batched product makes a far slower copy of its own.
     keys, values = k[0].contiguous(), v[0].contiguous()
+    if q.dtype == torch.float16:  # which has no numbers for products as large as those of some models
+        packed, keys = packed.float(), keys.float()
     logits = torch.bmm(packed, keys.transpose(1, 2)).float().mul_(scale)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)

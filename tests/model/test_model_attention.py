@@ -73,6 +73,20 @@ def test_equals_dense_attention(name: str, window: int | None, softcap: float | 
             torch.testing.assert_close(mass, weights[:, first_row:].sum((0, 1)), atol=1e-4, rtol=1e-4)
 
 
+def test_products_too_large_for_half_precision() -> None:
+    """Biases of queries and keys, as Qwen2 has them, make products that fp16 has no number for."""
+    generator = torch.Generator().manual_seed(0)
+    bias = 40 * torch.randn(128, generator=generator)
+    q, k = ((bias + torch.randn(1, n, 64, 128, generator=generator)).half() for n in (6, 2))
+    v = torch.randn(1, 2, 64, 128, generator=generator).half()
+    rows = CausalRows(torch.arange(64), torch.device("cpu"), probe=AttentionProbe(0, torch.zeros(64)))
+    assert (q[:, :2] @ k.transpose(2, 3)).isinf().any()
+    expected, weights = dense(q.float(), k.float(), v.float(), rows, None, None)
+    torch.testing.assert_close(attend(Layer(), q, k, v, rows)[0].float(), expected, atol=0.02, rtol=0.02)
+    assert rows.probe is not None
+    torch.testing.assert_close(rows.probe.mass, weights.sum((0, 1)), atol=0.5, rtol=0.02)
+
+
 def test_a_block_never_looks_past_its_last_row() -> None:
     rows = CausalRows(torch.arange(0, 1000, 3), torch.device("cpu"))
     blocks = list(rows.blocks(None, torch.float32))
