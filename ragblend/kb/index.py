@@ -434,9 +434,10 @@ class DocumentIndex:
     # ---- life
 
     def close(self) -> None:
-        """Close the database. Closing twice is fine."""
-        self._db.close()
-        self._faiss = None
+        """Close the database, once no other thread is at work on it. Closing twice is fine."""
+        with self._lock:  # SQLite's module does not survive that a connection is closed in the middle of a query
+            self._db.close()
+            self._faiss = None
 
     def __enter__(self) -> Self:
         return self

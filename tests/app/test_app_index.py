@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragblend.errors import IngestError
+from ragblend.errors import IngestError, StoreError
 from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk
 
 DIMENSIONS = 8
@@ -257,6 +258,30 @@ def test_random_changes_agree_with_a_plain_dictionary(tmp_path: Path) -> None:
         expected = sorted(alive, key=lambda c: -float(c.vector @ vector))
         assert closest(index, vector, 1000) == [c.text for c in expected]
     index.close()
+
+
+def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
+    index, asked, go_on, found = DocumentIndex(tmp_path), threading.Event(), threading.Event(), []
+
+    def ask() -> None:
+        with index._typed_errors("read"):
+            rows = index._db.execute("SELECT 1 UNION ALL SELECT 2")
+            asked.set()
+            go_on.wait(30)
+            found.extend(rows.fetchall())
+
+    asking, closing = threading.Thread(target=ask), threading.Thread(target=index.close)
+    asking.start()
+    assert asked.wait(30)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    go_on.set()
+    asking.join(30)
+    closing.join(30)
+    assert found == [(1,), (2,)]
+    with pytest.raises(StoreError):
+        index.count_chunks()
 
 
 def test_vectors_of_another_kind_are_refused(tmp_path: Path) -> None:
