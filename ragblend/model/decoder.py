@@ -200,6 +200,12 @@ class Decoder:
         config = model.config.get_text_config()
         name = type(model).__name__
         _refuse_config(model.config, name)
+        if len(places := sorted({str(parameter.device) for parameter in model.parameters()})) > 1:
+            raise UnsupportedModelError(
+                f"the weights of {name} are on {' and '.join(places)}, and ragblend computes on one device (meta: kept "
+                "elsewhere, to be fetched layer by layer): load the model without device_map, or with one that names a "
+                "single device"
+            )
         layer_types = getattr(config, "layer_types", None)
         for i, kind in enumerate((layer_types or ())[: config.num_hidden_layers]):
             if kind not in ("full_attention", "sliding_attention"):

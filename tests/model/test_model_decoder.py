@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import SIZES, tiny_model
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from ragblend.errors import UnsupportedModelError
 from ragblend.model.decoder import Decoder
@@ -81,6 +83,16 @@ def test_forwards_that_others_have_hooked_are_those_of_the_copies() -> None:
     Decoder(model)
     for now, then in zip(answers(model), before, strict=True):
         assert torch.equal(now, then)
+
+
+def test_weights_on_several_devices_are_refused(tmp_path: Path) -> None:
+    """As accelerate leaves them that keeps some on the disk."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], "cpu")
+    places |= {f"model.layers.{n}": "disk" if n > 2 else "cpu" for n in range(5)}
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "aside")
+    with pytest.raises(UnsupportedModelError, match="one device"):
+        Decoder(model)
 
 
 def test_weights_are_the_models_own() -> None:
