@@ -46,6 +46,7 @@ class Models:
         self._dtype, self._auto_dtype = dtype, auto_dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
+        self._embedder: Embedder | None = None
 
     @property
     def engine(self) -> RagBlend:
@@ -64,9 +65,12 @@ class Models:
         """Whether the model that answers is there already."""
         return self._llm is not None
 
-    @cached_property
+    @property
     def embedder(self) -> Embedder:
-        return Embedder(self.embedding_name)
+        with self._loading:
+            if self._embedder is None:
+                self._embedder = Embedder(self.embedding_name)
+            return self._embedder
 
     @property
     def name(self) -> str:
@@ -107,5 +111,7 @@ class Models:
     def close(self) -> None:
         """Let go of them. Closing twice is fine."""
         with self._loading:
-            if self._llm is not None:
-                self._llm.close()
+            llm, self._embedder = self._llm, None
+        # Not under the lock: closing waits for audits, and who is told their results may ask for the engine.
+        if llm is not None:
+            llm.close()

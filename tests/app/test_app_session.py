@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,32 @@ def test_answers_and_turns_are_audited(store: Path, tiny_model: Path, embedding_
         kb.engine.drain()
         chat.clear()
         assert len(found) == kb.engine.audits().audited == 2
+
+
+def test_results_of_audits_may_look_at_the_engine_while_it_closes(
+    store: Path, tiny_model: Path, embedding_model: None
+) -> None:
+    kb: KnowledgeBase
+    closing, refused = threading.Event(), []
+
+    def look(_: Audited) -> None:
+        closing.wait(30)
+        try:
+            kb.engine.audits()
+        except InvalidSettingError as error:
+            refused.append(error)
+
+    kb = KnowledgeBase(store, model=str(tiny_model), audit=Audit(share=1.0, on_result=look))
+    kb.query(MOON, top_k=2, max_tokens=8)
+    engine = kb.engine
+    closer = threading.Thread(target=kb.close, daemon=True)
+    closer.start()
+    while not engine.closed:
+        time.sleep(0.01)
+    closing.set()
+    closer.join(30)
+    assert not closer.is_alive()
+    assert len(refused) == 1
 
 
 def test_a_turn_pays_for_its_question_and_its_chunks(kb: KnowledgeBase) -> None:
