@@ -46,6 +46,8 @@ from ragblend.model.pages import prefer_huge_pages
 from ragblend.model.rope import USE_RATHER, Angles, Rope, identity_angles, inverted
 from ragblend.model.threads import Turn, disband
 
+DEVICE_TYPES = ("cpu", "cuda")
+
 _HUB_PATIENCE_S = 5.0
 _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
@@ -200,11 +202,12 @@ class Decoder:
         config = model.config.get_text_config()
         name = type(model).__name__
         _refuse_config(model.config, name)
-        if len(places := sorted({str(parameter.device) for parameter in model.parameters()})) > 1:
+        places = sorted({str(parameter.device) for parameter in model.parameters()})
+        if len(places) > 1 or places[0].split(":")[0] not in DEVICE_TYPES:
             raise UnsupportedModelError(
-                f"the weights of {name} are on {' and '.join(places)}, and ragblend computes on one device (meta: kept "
-                "elsewhere, to be fetched layer by layer): load the model without device_map, or with one that names a "
-                "single device"
+                f"the weights of {name} are on {' and '.join(places)}, and ragblend computes on the CPU or on one CUDA "
+                "GPU (meta: kept elsewhere, to be fetched layer by layer): load the model without device_map, or with "
+                "one that names a single device"
             )
         layer_types = getattr(config, "layer_types", None)
         for i, kind in enumerate((layer_types or ())[: config.num_hidden_layers]):

@@ -19,6 +19,7 @@ import xxhash
 
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import (
+    DEVICE_TYPES,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     load_pretrained,
@@ -91,8 +92,12 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidSettingError(f"device {name!r} is none: use 'auto', 'cpu' or 'cuda'") from error
+    if device.type not in DEVICE_TYPES:
+        raise InvalidSettingError(f"device {name!r} is none that ragblend computes on: use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidSettingError("device 'cuda' was asked for, but this PyTorch finds no CUDA GPU")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidSettingError(f"device {name!r} was asked for, but the last of the GPUs here is 'cuda:{count - 1}'")
     return device
 
 

@@ -85,14 +85,15 @@ def test_forwards_that_others_have_hooked_are_those_of_the_copies() -> None:
         assert torch.equal(now, then)
 
 
-def test_weights_on_several_devices_are_refused(tmp_path: Path) -> None:
+def test_weights_on_several_devices_or_another_kind_are_refused(tmp_path: Path) -> None:
     """As accelerate leaves them that keeps some on the disk."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], "cpu")
     places |= {f"model.layers.{n}": "disk" if n > 2 else "cpu" for n in range(5)}
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "aside")
-    with pytest.raises(UnsupportedModelError, match="one device"):
-        Decoder(model)
+    for one in (model, tiny_model("llama").to("meta")):
+        with pytest.raises(UnsupportedModelError, match="on the CPU or on one CUDA GPU"):
+            Decoder(one)
 
 
 def test_weights_are_the_models_own() -> None:

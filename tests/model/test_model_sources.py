@@ -46,8 +46,9 @@ def test_rotary_frequencies_are_not_rounded_to_the_weights_dtype(folder: Path) -
 def test_bad_names_and_settings(folder: Path) -> None:
     with pytest.raises(InvalidSettingError, match="dtype"):
         load_model(folder, dtype="int7")
-    with pytest.raises(InvalidSettingError, match="device"):
-        load_model(folder, device="abacus")
+    for device in ("abacus", "mps", "meta"):
+        with pytest.raises(InvalidSettingError, match="device"):
+            load_model(folder, device=device)
     with pytest.raises(ModelNotFoundError, match="not a GGUF"):
         load_model(folder / "config.json")
     with pytest.raises(InvalidSettingError, match="pair"):
@@ -59,6 +60,13 @@ def test_bad_names_and_settings(folder: Path) -> None:
     broken.write_bytes(b"not really")
     with pytest.raises(ModelNotFoundError):
         load_model(broken)
+
+
+def test_a_gpu_that_there_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidSettingError, match="'cuda:1'"):
+        load_model(folder, dtype="float32", device="cuda:2")
 
 
 def test_fastest_dtype_is_stable() -> None:
