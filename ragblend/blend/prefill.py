@@ -237,7 +237,9 @@ def prefill(
             state.run(layer)
         else:
             state.run_last(layer)
-    return Prefilled(decoder.logits(state.hidden)[-1], state.kept, ratio, state.row_layers, state.select_s)
+    logits = decoder.logits(state.hidden)[-1]
+    decoder.wait()  # who times a prefill, or lets others in between parts of a long one, means the work itself
+    return Prefilled(logits, state.kept, ratio, state.row_layers, state.select_s)
 
 
 def _scored_first(state: Pass, selector: Selector, choose: RatioChooser) -> tuple[Tensor, float]:

@@ -139,6 +139,7 @@ class _Bench:
                 ids = torch.tensor([self._prompts.encode_text(chunk)], device=self._stock.model.device)
                 started = time.perf_counter()
                 self._stock.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+                self._engine("blend").decoder.wait()
                 stock_s += time.perf_counter() - started
                 stock_tokens += ids.shape[1]
         report = self._engine("blend").ingest(question.chunks)

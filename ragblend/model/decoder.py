@@ -338,6 +338,11 @@ class Decoder:
         """[1, rows, hidden] after the last layer -> logits [rows, vocab], fp32."""
         return self._head(hidden)[0]
 
+    def wait(self) -> None:
+        """Come back when what was asked for is computed: a GPU is still at it when the functions here return."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def rotate(self, layer: int, key: Tensor, angles: dict[str, Angles]) -> Tensor:
         """Rotate stored keys [kv_heads, tokens, key_dim] to the positions of `angles`."""
         return self._rope.rotate(key, angles[self._rope.key_of(layer)], self._rotated_dims[layer])
