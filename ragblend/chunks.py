@@ -317,7 +317,12 @@ class StoredChunks:
             if reader is None:
                 continue
             with reader:
-                stored = [reader.read_layer_kv(layer) for layer in range(min(CHECKED_LAYERS, self._decoder.n_layers))]
+                layers = range(min(CHECKED_LAYERS, self._decoder.n_layers))
+                try:
+                    stored = [reader.read_layer_kv(layer) for layer in layers]
+                except CorruptPayloadError as error:  # no model's; who asks for it next finds that, too
+                    _log.warning("%s", error)
+                    continue
             if deviation(stored, self.kv(ids, context)[0][: len(stored)]) > FOREIGN:
                 keys = [self.key(ids, name) for name in VARIANTS[self._policy]]
                 return tuple(key for key in keys if self._store.delete(key))

@@ -275,3 +275,16 @@ def test_one_accident_on_the_disk_is_no_foreign_store(store: KVStore) -> None:
         ask(engine, 24, ratio=0.0)
         assert (engine.audits().foreign, engine.audits().least_ratio) == (1, 0.0)
         assert not engine.stored_variants(TEXTS[0])
+
+
+def test_a_payload_that_is_damaged_meanwhile_costs_no_audit(store: KVStore) -> None:
+    results: list[Audited] = []
+    with engine_on(store, audit=Audit(share=1.0, max_kl=1e6, on_result=results.append)) as engine:
+        engine.ingest(TEXTS)
+        with engine.stream(prompt((2, 0, 1)), ratio=0.0, max_tokens=2) as stream:
+            for file in store.directory.rglob("*.safetensors"):
+                size, header = file.stat().st_size, file.read_bytes()[:2048]
+                file.write_bytes(header + bytes(size - len(header)))
+            list(stream)
+        engine.drain()
+    assert [(result.kl > 0, result.foreign) for result in results] == [(True, ())]
