@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -119,7 +120,7 @@ class _Blended(NamedTuple):
 
 
 class AnswerStream(Iterator[str]):
-    """Pieces of an answer as they become certain. Close it (or leave it as a context) to stop early.
+    """Pieces of an answer as they become certain. Close it (or leave it as a context) to stop early, from any thread.
 
     Attributes:
         report: grows complete as the answer does.
@@ -132,31 +133,39 @@ class AnswerStream(Iterator[str]):
         self.report = ready.report
         self.text = ""
         self.token_ids: list[int] = []
-        self._engine, self._ready, self._goes_on = engine, ready, goes_on
+        self._engine, self._goes_on, self._started = engine, goes_on, ready.started
+        self._ready: Ready | None = ready  # its KV is held until the answer ends
         self._steps = engine.steps(ready, settings, marks=marks)
         self._sampled = settings.temperature > 0 or settings.repetition_penalty != 1.0
         self._first_s: float | None = None
-        self._done = False
+        self._lock = threading.RLock()  # held while a token is computed
+        self._stopped = self._done = False
 
     def __next__(self) -> str:
-        while not self._done:
-            step = next(self._steps)
-            self.token_ids.append(step.token_id)
-            now = time.perf_counter()
-            if self._first_s is None:
-                self._first_s = now
-                self.report = replace(self.report, ttft_s=now - self._ready.started)
-            if step.finish:
-                self._finish(step.finish)
-            if step.text:
-                self.text += step.text
-                return step.text
+        with self._lock:
+            while not self._done:
+                if self._stopped:
+                    self._finish("cancelled")
+                    break
+                step = next(self._steps)
+                self.token_ids.append(step.token_id)
+                now = time.perf_counter()
+                if self._first_s is None:
+                    self._first_s = now
+                    self.report = replace(self.report, ttft_s=now - self._started)
+                if step.finish:
+                    self._finish(step.finish)
+                if step.text:
+                    self.text += step.text
+                    return step.text
         raise StopIteration
 
     def close(self) -> None:
-        """Stop computing; the report says "cancelled" if the answer was not finished."""
-        if not self._done:
-            self._finish("cancelled")
+        """Stop computing, after the token that is being computed; the report says "cancelled" if that was too soon."""
+        self._stopped = True
+        with self._lock:
+            if not self._done:
+                self._finish("cancelled")
 
     def _finish(self, reason: str) -> None:
         self._done = True
@@ -164,7 +173,9 @@ class AnswerStream(Iterator[str]):
         decode_s = 0.0 if self._first_s is None else time.perf_counter() - self._first_s
         decoded = max(0, len(self.token_ids) - 1)
         self.report = replace(self.report, decode_tokens=decoded, decode_s=decode_s, finish_reason=reason)
-        self._engine._after(self._ready, self.token_ids, self._sampled, self._goes_on)
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            self._engine._after(ready, self.token_ids, self._sampled, self._goes_on)
 
     def __enter__(self) -> Self:
         return self

@@ -30,6 +30,7 @@ from ragblend.errors import (
     PrefillCancelledError,
     UnsupportedModelError,
 )
+from ragblend.model import generate
 from ragblend.model.decoder import Decoder
 from ragblend.model.sources import load_model
 from ragblend.settings import EngineSettings
@@ -257,6 +258,45 @@ def test_a_closed_stream_stops(engine: RagBlend) -> None:
     assert list(stream) == []
     assert stream.report.finish_reason in ("cancelled", "stop")
     assert len(stream.token_ids) < 200
+
+
+def test_a_stream_that_another_thread_closes_stops(engine: RagBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.stream([*chunks(0, 1), QUESTION], ratio=1.0, max_tokens=200)
+    computing, go_on, advance = threading.Event(), threading.Event(), generate._advance
+
+    def slow(*args: Any) -> Any:
+        computing.set()
+        go_on.wait(30)
+        return advance(*args)
+
+    monkeypatch.setattr(generate, "_advance", slow)
+    reading = threading.Thread(target=list, args=[stream])
+    closing = threading.Thread(target=stream.close)
+    reading.start()
+    assert computing.wait(30)
+    closing.start()
+    closing.join(0.2)
+    go_on.set()
+    for thread in (closing, reading):
+        thread.join(30)
+    assert stream.report.finish_reason == "cancelled"
+    assert len(stream.token_ids) < 20
+    assert engine.prefix_cache.n_bytes > 0  # as after any answer
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_stream_that_has_ended_holds_no_kv(engine: RagBlend, early: bool) -> None:
+    stream = engine.stream([*chunks(0, 1), QUESTION], ratio=0.0, max_tokens=3)
+    assert stream._ready is not None
+    cache = weakref.ref(stream._ready.cache)
+    next(stream, None)
+    if early:
+        stream.close()
+    list(stream)
+    engine.drain()
+    gc.collect()
+    assert cache() is None
+    assert stream.report.finish_reason
 
 
 def test_sampling_is_repeatable_and_stop_strings_cut(engine: RagBlend) -> None:

@@ -17,6 +17,7 @@ that it does not happen every turn. What is left is prefilled anew, also while t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -66,6 +67,7 @@ class ReplyStream(Iterator[str]):
     ) -> None:
         self.sources, self.messages = tuple(sources), tuple(messages)
         self._stream, self._ended = stream, ended
+        self._lock = threading.Lock()
         self._open = True
 
     @property
@@ -89,8 +91,9 @@ class ReplyStream(Iterator[str]):
         self._end()
 
     def _end(self) -> None:
-        if self._open:
-            self._open = False
+        with self._lock:  # one thread may close what another one reads
+            first, self._open = self._open, False
+        if first:
             self._ended(self._stream)
 
     def __enter__(self) -> Self:
