@@ -221,7 +221,7 @@ class RagBlend:
             digest_size=16,
         ).hexdigest()
         self._samples = self._calibrated()
-        self._budgets: dict[MaxKL, Budget] = {}
+        self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
         self._compute = self.decoder.turn
@@ -736,9 +736,10 @@ class RagBlend:
             )
         if samples.selector != selector:
             raise NotCalibratedError(f"the store was calibrated for {samples.selector}, not {selector}: use that one")
-        if bound not in self._budgets:
-            self._budgets[bound] = samples.budget(bound)
-        return self._budgets[bound]
+        budget = self._budgets.get((samples, bound))
+        if budget is None:  # of these samples: there may be others by the time it is made
+            budget = self._budgets[samples, bound] = samples.budget(bound)
+        return budget
 
     # -- when there is nothing else to do -----------------------------------------------------------------------
 

@@ -627,3 +627,23 @@ def test_a_bound_is_kept_by_prompts_that_go_on_from_others(tmp_path: Path, monke
         answer = engine.answer([first], ratio=0.0, max_tokens=3)
         follow = [first, Message("assistant", answer.text), Message("user", "And who keeps its lamp today?")]
         assert not engine.answer(follow, ratio=0.0, max_tokens=1).report.prefix_is_exact
+
+
+def test_a_calibration_that_comes_in_meanwhile_counts_from_the_next_prompt_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = np.zeros((40, len(RATIOS), 4))
+    close, far = (Samples(QuestionAttention(), RATIOS, signals, np.full((40, len(RATIOS)), kl)) for kl in (1e-4, 1.0))
+    budget = Samples.budget
+
+    def slow(self: Samples, bound: MaxKL) -> Budget:
+        if self is close:
+            engine.keep_calibration(far, {})
+        return budget(self, bound)
+
+    monkeypatch.setattr(Samples, "budget", slow)
+    with make_engine(tmp_path / "kv") as engine:
+        engine.ingest(TEXTS[:3])
+        engine.keep_calibration(close, {})
+        ratios = [engine.prefill([*chunks(2, 0, 1), QUESTION], ratio="strict").report.ratio for _ in range(2)]
+    assert ratios == [0.0, 1.0]
