@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from ragblend.errors import RagBlendError
@@ -16,6 +18,8 @@ _PATIENCE_S = 5.0  # how long closing waits for what is waiting
 _IDLE_S = 0.05  # how long nothing may have been computed before work takes a turn
 
 Job = Callable[[], None]
+
+_workers: weakref.WeakSet[IdleWorker] = weakref.WeakSet()
 
 
 class IdleWorker:
@@ -29,11 +33,15 @@ class IdleWorker:
     def __init__(self, room: int) -> None:
         self._busy_s = 0.0
         self._room = room
+        self._closed = False
+        self._until = 0.0
+        self._begin()
+        _workers.add(self)
+
+    def _begin(self) -> None:
         self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue()  # has no bound: the end mark fits
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._until = 0.0
 
     def submit(self, name: str, job: Job) -> bool:
         """Whether it was taken. name: what did not work, if it does not."""
@@ -102,3 +110,13 @@ class IdleWorker:
             _log.warning("%s: %s", name, error)
         except BaseException:  # whatever a caller's function does, the next job is done
             _log.exception("%s", name)
+
+
+def _begin_anew() -> None:
+    """In a forked process: threads are not forked, and what was waiting is the parent's to do."""
+    for worker in _workers:
+        worker._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -502,6 +505,33 @@ def test_an_engine_may_be_collected_by_a_thread_that_is_computing(tmp_path: Path
     assert idle() is None  # its thread has ended, too
     with KVStore(tmp_path / "kv") as store:
         assert len(store) > 0  # and what was missed is learned
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_process_does_its_own_idle_work() -> None:
+    """As servers have it that load a model once and fork their workers."""
+    program = """
+import os, threading
+from ragblend.idle import IdleWorker
+
+worker, closed, waiting = IdleWorker(2), IdleWorker(2), threading.Event()
+closed.close()
+worker.submit("", lambda: None)
+worker.drain()
+worker.submit("", waiting.wait)  # the parent's
+pid = os.fork()
+if pid == 0:
+    done = []
+    assert worker.submit("", lambda: done.append(1)) and not closed.submit("", lambda: None)
+    draining = threading.Thread(target=worker.drain, daemon=True)
+    draining.start()
+    draining.join(20)
+    os._exit(0 if done and not draining.is_alive() else 1)
+assert os.waitpid(pid, 0)[1] == 0
+waiting.set()
+worker.close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_prompt_over_the_window_says_the_numbers(engine: RagBlend) -> None:
