@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class _Run:
 
 
 class PrefixCache:
-    """Bounded, least recently used out first. Thread-safe.
+    """Bounded, least recently used out first, and what others go on from after them. Thread-safe.
 
     limit_bytes: RAM for keys and values; 0 keeps nothing.
     """
@@ -59,12 +59,13 @@ class PrefixCache:
         """Copy the longest held prefix of ids [tokens] into positions 0.. of `cache`; the number of tokens copied."""
         with self._lock:
             pieces: list[tuple[_Run, int, int]] = []  # run, first block, one past the last
-            for name, block in self._held(_chain(root, ids)):
+            held = self._held(_chain(root, ids))
+            for name, block in held:
                 if pieces and pieces[-1][0] is self._runs[name] and pieces[-1][2] == block:
                     pieces[-1] = (pieces[-1][0], pieces[-1][1], block + 1)
                 else:
                     pieces.append((self._runs[name], block, block + 1))
-                self._runs.move_to_end(name)
+            self._touch(name for name, _ in held)
         position = 0
         for run, start, stop in pieces:
             tokens = slice(start * BLOCK_TOKENS, stop * BLOCK_TOKENS)
@@ -72,12 +73,17 @@ class PrefixCache:
         return position
 
     def keep(self, root: bytes, ids: Tensor, cache: KVCache) -> None:
-        """Hold the KV of ids [tokens], which is in positions 0.. of `cache`, under this root. Full blocks only."""
+        """Hold the KV of ids [tokens], which is in positions 0.. of `cache`, under this root. Full blocks only.
+
+        Of what is too long to be held as a whole, what was held before stays.
+        """
         chain = _chain(root, ids)
         with self._lock:
-            new = len(self._held(chain))
+            held = self._held(chain)
+        new = len(held)
         where = {block_hash: block for block, block_hash in enumerate(chain[new:])}
-        self._add(where, slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache)
+        before = dict.fromkeys(name for name, _ in held)
+        self._add(where, slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache, before)
 
     def fetch_whole(self, root: bytes, ids: Tensor, cache: KVCache, longer_than: int) -> int:
         """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found."""
@@ -119,23 +125,37 @@ class PrefixCache:
             self._where.clear()
             self._bytes = 0
 
-    def _add(self, where: Mapping[bytes, int], at: slice, cache: KVCache) -> None:
-        """Hold tokens `at` of the cache as one run. where: hash -> block in the run, ascending."""
+    def _add(self, where: Mapping[bytes, int], at: slice, cache: KVCache, before: Collection[bytes] = ()) -> None:
+        """Hold tokens `at` of the cache as one run.
+
+        Args:
+            where: hash -> block in the run, ascending.
+            before: the runs that it goes on from, in order. Without them it would never be found.
+        """
         row_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*cache.keys, *cache.values))
         n_bytes = row_bytes * (at.stop - at.start)
-        if not where or n_bytes > self._limit:
+        with self._lock:
+            taken = sum(self._runs[name].n_bytes for name in before if name in self._runs)
+        if not where or n_bytes + taken > self._limit:
             return
         keys = tuple(layer[0, :, at].clone() for layer in cache.keys)
         values = tuple(layer[0, :, at].clone() for layer in cache.values)
         hashes = tuple(where)
         with self._lock:
-            if any(h in self._where for h in hashes):  # another thread was faster
-                return
+            if any(h in self._where for h in hashes) or any(name not in self._runs for name in before):
+                return  # another thread was faster
+            self._touch(before)
             while self._bytes + n_bytes > self._limit:
                 self._forget(next(iter(self._runs)))
             self._runs[hashes[-1]] = _Run(hashes, keys, values, n_bytes)
             self._where.update((h, (hashes[-1], block)) for h, block in where.items())
             self._bytes += n_bytes
+            self._touch(before)
+
+    def _touch(self, names: Iterable[bytes]) -> None:
+        """Runs, in order, that go on from each other are wanted: what others go on from is forgotten after them."""
+        for name in reversed(dict.fromkeys(names)):
+            self._runs.move_to_end(name)
 
     def _forget(self, name: bytes) -> None:
         run = self._runs.pop(name)

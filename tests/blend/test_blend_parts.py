@@ -115,6 +115,28 @@ def test_a_conversation_is_held_once_and_found_from_every_turn() -> None:
         assert cache.fetch_whole(b"whole", ids, room, longer_than=0) == len(ids)
 
 
+def test_what_others_go_on_from_is_forgotten_last() -> None:
+    """Or what is left of a conversation is never found again, and keeps it from being held anew."""
+    one = torch.arange(8 * BLOCK_TOKENS)
+    held = PrefixCache(limit_bytes=10**9)
+    held.keep(b"", one, filled(one, 0.0))
+    cache = PrefixCache(limit_bytes=10 * held.n_bytes // 8)
+    room = KVCache(SHAPES, 32 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+
+    def ask(ids: torch.Tensor) -> int:
+        known = cache.fetch(b"", ids, room)
+        cache.keep(b"", ids, filled(ids, 0.0))
+        return known // BLOCK_TOKENS
+
+    for blocks in (4, 6, 8):  # 4, and 2, and 2
+        ask(one[: blocks * BLOCK_TOKENS])
+    assert ask(torch.arange(1000, 1000 + 4 * BLOCK_TOKENS)) == 0  # takes the place of the last 2
+    assert [ask(one), ask(one)] == [6, 8]
+    # One that outgrows the cache keeps what there was room for.
+    ids = torch.arange(2000, 2000 + 32 * BLOCK_TOKENS)
+    assert [ask(ids[: blocks * BLOCK_TOKENS]) for blocks in (6, 9, 14, 20, 32)] == [0, 6, 9, 9, 9]
+
+
 def _shared(a: torch.Tensor, b: torch.Tensor) -> int:
     n = min(len(a), len(b))
     different = (a[:n] != b[:n]).nonzero()
