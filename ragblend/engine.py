@@ -770,7 +770,8 @@ class RagBlend:
     def _warm(self, prompt: Prompt) -> None:
         layout = lay_out(self.prompts, prompt, self.chunks.known_texts(), self.chunks.texts_of)
         ids = torch.from_numpy(layout.ids.copy())
-        if len(ids) < self.decoder.context_window_tokens:
+        n_bytes = len(ids) * self.decoder.kv_bytes_per_token
+        if len(ids) < self.decoder.context_window_tokens and n_bytes <= self.settings.prefix_cache_bytes:
             done = self._fully(ids, 0, for_prefix=True)
             if done is not None:
                 self.prefix_cache.keep(self.fingerprint.encode(), ids, done.cache)

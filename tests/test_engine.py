@@ -471,6 +471,16 @@ def test_what_is_done_for_ram_only_ends_with_the_engine(tmp_path: Path, monkeypa
     assert len(blocks) == 1
 
 
+def test_nothing_is_prefilled_ahead_that_could_not_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_engine(tmp_path / "kv", prefix_cache_bytes=100_000) as engine:
+        blocks: list[Any] = []
+        monkeypatch.setattr("ragblend.engine.prefill", lambda *args: blocks.append(args) or prefill(*args))
+        for words, begun in (("word " * 150, 0), ("word " * 5, 1)):
+            engine.warm(words)
+            engine.drain()
+            assert len(blocks) == begun
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_answers_that_end_after_their_engine_leave_nothing_in_ram(tmp_path: Path, ratio: float) -> None:
     engine = make_engine(tmp_path / "kv")
