@@ -102,10 +102,12 @@ class PrefixCache:
 
         A prompt that was kept before and that this one goes on from becomes part of it: a conversation is held once.
 
+        One that is too long to be held leaves what was kept before as it is.
+
         ends: numbers of leading tokens that are a whole prompt, too.
         """
         chain = _chain(root, ids)
-        if not chain:
+        if not chain or _kv_bytes(cache, len(chain) * BLOCK_TOKENS) > self._limit:
             return
         blocks = {tokens // BLOCK_TOKENS for tokens in ends} | {len(chain)}
         with self._lock:
@@ -132,8 +134,7 @@ class PrefixCache:
             where: hash -> block in the run, ascending.
             before: the runs that it goes on from, in order. Without them it would never be found.
         """
-        row_bytes = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*cache.keys, *cache.values))
-        n_bytes = row_bytes * (at.stop - at.start)
+        n_bytes = _kv_bytes(cache, at.stop - at.start)
         with self._lock:
             taken = sum(self._runs[name].n_bytes for name in before if name in self._runs)
         if not where or n_bytes + taken > self._limit:
@@ -171,6 +172,11 @@ class PrefixCache:
                 break
             held.append(where)
         return held
+
+
+def _kv_bytes(cache: KVCache, tokens: int) -> int:
+    """Of so many tokens, over all layers."""
+    return tokens * sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*cache.keys, *cache.values))
 
 
 def _copy(run: _Run, tokens: slice, cache: KVCache, position: int) -> int:

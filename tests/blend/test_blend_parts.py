@@ -137,6 +137,18 @@ def test_what_others_go_on_from_is_forgotten_last() -> None:
     assert [ask(ids[: blocks * BLOCK_TOKENS]) for blocks in (6, 9, 14, 20, 32)] == [0, 6, 9, 9, 9]
 
 
+def test_a_conversation_that_outgrows_the_cache_is_found_up_to_there() -> None:
+    turns = torch.arange(8 * BLOCK_TOKENS)
+    room = KVCache(SHAPES, len(turns), torch.float32, torch.device("cpu"))
+    cache = PrefixCache(limit_bytes=10**9)
+    cache.keep_whole(b"", turns[: 5 * BLOCK_TOKENS], filled(turns[: 5 * BLOCK_TOKENS], 0.5))
+    cache = PrefixCache(limit_bytes=cache.n_bytes)
+    for stop in (4, 8):
+        ids = turns[: stop * BLOCK_TOKENS]
+        cache.keep_whole(b"", ids, filled(ids, 0.5))
+        assert cache.fetch_whole(b"", ids, room, longer_than=0) == 4 * BLOCK_TOKENS
+
+
 def _shared(a: torch.Tensor, b: torch.Tensor) -> int:
     n = min(len(a), len(b))
     different = (a[:n] != b[:n]).nonzero()
