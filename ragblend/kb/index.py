@@ -118,6 +118,7 @@ class DocumentIndex:
         self.directory = directory
         self.in_memory = in_memory
         self._lock = threading.RLock()
+        self._closed = False
         self._faiss: Any = None
         self._faiss_generation = -1
         with self._typed_errors("open"):
@@ -436,6 +437,7 @@ class DocumentIndex:
     def close(self) -> None:
         """Close the database, once no other thread is at work on it. Closing twice is fine."""
         with self._lock:  # SQLite's module does not survive that a connection is closed in the middle of a query
+            self._closed = True
             self._db.close()
             self._faiss = None
 
@@ -562,6 +564,8 @@ class DocumentIndex:
     def _typed_errors(self, verb: str) -> Iterator[None]:
         """One thread at a time, and every error of the disk or of SQLite as a StoreError that says what to do."""
         with self._lock:
+            if self._closed:
+                raise StoreError(f"the index in {self.directory} is closed: open it again")
             try:
                 yield
             except (OSError, sqlite3.Error) as error:

@@ -280,7 +280,7 @@ def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
     asking.join(30)
     closing.join(30)
     assert found == [(1,), (2,)]
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="closed: open it again"):
         index.count_chunks()
 
 
