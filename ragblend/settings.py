@@ -34,7 +34,7 @@ class EngineSettings:
         engines that share a store never meet each other's texts.
     ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
     selector: which tokens those are; None: what calibration found best, before it QuestionAttention().
-    prefix_cache_bytes: RAM for in-context KV that is reused bit for bit; 0 turns it off.
+    prefix_cache_bytes: memory, of the model's device, for in-context KV that is reused bit for bit; 0 turns it off.
     reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
     learn: store the KV of chunks that were missed, after the answer.
     audit: which answers are held against a full prefill afterwards, and what is tolerated; None: none are.
