@@ -55,14 +55,14 @@ class Entry(NamedTuple):
     """One stored variant of an ingested text.
 
     text: number of the text. variant: what it was prefilled behind. key: its name in the store.
-    neighbour: number of the text, of those offered for it, that it was prefilled behind; None for the head and the
-        filler.
+    neighbours: numbers of the texts, of those offered for it, that it was prefilled behind, the one right before it
+        first; () for the head and the filler.
     """
 
     text: int
     variant: Name
     key: str
-    neighbour: int | None
+    neighbours: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class StoredChunks:
         self._policy, self._namespace = policy, namespace
         self._label_key = hashlib.blake2b(f"{fingerprint}:{preamble_ids}".encode()).digest()
         self._separator = prompts.encode_text("\n\n")
-        self._filler = (*prompts.encode_text(FILLER)[:CONTEXT_TOKENS], *self._separator)
+        self._filler = prompts.encode_text(FILLER)[:CONTEXT_TOKENS]
         self._precomputer = Precomputer(decoder, preamble_ids)
         self._index = ChunkIndex()
         self._index_lock = threading.Lock()
@@ -194,18 +194,21 @@ class StoredChunks:
 
     def _variants(
         self, text: str, ids: Sequence[int], neighbours: Sequence[str], writer: _Writer
-    ) -> Iterator[tuple[Name, str, int | None]]:
-        """A text's variants, made where they are not there: name, key, and the neighbour that each stands behind."""
-        chosen, offered = self.contexts(ids, neighbours)
+    ) -> Iterator[tuple[Name, str, tuple[int, ...]]]:
+        """A text's variants, made where they are not there: name, key, and the neighbours that each stands behind."""
+        offered = [self._prompts.encode_text(other.strip())[:CONTEXT_TOKENS] for other in neighbours]
+        numbers = {digest(other): n for n, other in reversed(list(enumerate(offered)))}
+        chosen = self.contexts(ids, offered)
         notes = self._store.notes([self.key(ids, context.name) for context in chosen]) | writer.notes
         for context in chosen:
-            key, source = self.key(ids, context.name), context.source
-            if key in notes and source is not None:  # behind which of those that are offered now, if any
-                source = offered.get(Note.from_bytes(notes[key], len(ids)).behind)
-            if key not in notes or (source is None and context.source is not None):
-                source = context.source
-                writer.write(key, *self.kv(ids, context, text), overwrite=key in notes)
-            yield context.name, key, source
+            key, sources = self.key(ids, context.name), context.sources
+            noted = Note.from_bytes(notes[key], len(ids)).sources if key in notes else ()
+            if noted and all(source in numbers for source in noted):  # what it is behind is among what is offered now
+                sources = tuple(numbers[source] for source in noted)
+            elif key not in notes or sources:
+                made = self.kv(ids, context, text, [offered[n] for n in sources])
+                writer.write(key, *made, overwrite=key in notes)
+            yield context.name, key, sources
 
     def stored(self, text: str) -> dict[Name, str]:
         """The variants of a text that this engine would use and the store has, with their keys."""
@@ -218,22 +221,10 @@ class StoredChunks:
         ids = self._prompts.encode_text(text.strip())
         return {name: self.key(ids, name) for name in VARIANTS[self._policy]} if ids else {}
 
-    def contexts(self, ids: Sequence[int], offered: Sequence[str] = ()) -> tuple[list[Context], dict[bytes, int]]:
-        """The variants to make of a chunk, and which offered text each digest of what stands before it means.
-
-        What would not fit the model's window is made behind the head alone.
-        """
+    def contexts(self, ids: Sequence[int], offered: Sequence[Sequence[int]] = ()) -> list[Context]:
+        """The variants to make of a chunk. offered: ids of other texts, see `variants.contexts`."""
         room = self._decoder.context_window_tokens - len(self.preamble_ids) - len(ids)
-        texts = [self._prompts.encode_text(text.strip())[:CONTEXT_TOKENS] for text in offered]
-        behind = [
-            (*text, *self._separator) if text and len(text) + len(self._separator) <= room else () for text in texts
-        ]
-        filler = self._filler if len(self._filler) <= room else ()
-        names = {self._behind(text): n for n, text in reversed(list(enumerate(behind))) if text}
-        return contexts(self._policy, ids, filler, behind), names
-
-    def _behind(self, context: Sequence[int]) -> bytes:
-        return digest(np.asarray((*self.preamble_ids, *context), dtype=np.int64))
+        return contexts(self._policy, ids, self._filler, offered, self._separator, room)
 
     def key(self, ids: Sequence[int] | np.ndarray, variant: Name) -> str:
         """The name of a chunk's variant in the store.
@@ -241,17 +232,23 @@ class StoredChunks:
         It holds what the chunk was prefilled behind as far as that is the same for all chunks. What it was for this
         one is kept in its note: a prompt that looks for the chunk cannot know it.
         """
-        before = (*self.preamble_ids, *self._filler) if variant == "filler" else self.preamble_ids
+        filler = (*self._filler, *self._separator) if variant == "filler" else ()
         own = variant in ("alone", "head", "filler")
+        before = (*self.preamble_ids, *filler)
         return chunk_key(self._fingerprint, before, ids, "" if own else f"{variant}:{self._namespace}")
 
-    def kv(self, ids: Sequence[int], context: Context, text: str = "") -> tuple[ChunkKV, Note]:
-        """A chunk's KV for one of its variants, and what is remembered beside it."""
+    def kv(
+        self, ids: Sequence[int], context: Context, text: str = "", sources: Iterable[Sequence[int]] = ()
+    ) -> tuple[ChunkKV, Note]:
+        """A chunk's KV for one of its variants, and what is remembered beside it.
+
+        sources: ids of the texts that the context names as its sources.
+        """
         label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
         noted = text if len(text) <= _MAX_NOTED_CHARS else ""
-        note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted)
+        note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted, sources)
         # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
-        neighbour = context.ids[: len(context.ids) - len(self._separator)] if context.source is not None else ()
+        neighbour = context.ids[: context.first_tokens]
         if not neighbour:
             with self._decoder.turn:
                 return self._precomputer.chunk_kv(ids, context.ids), note
@@ -299,7 +296,7 @@ class StoredChunks:
         Behind the filler, where the policy would have a text of the corpus: what stood beside it in one prompt may be
         anybody's.
         """
-        for context in self.contexts(ids)[0]:
+        for context in self.contexts(ids):
             key = self.key(ids, context.name)
             if key not in self._store:
                 layers, note = self.kv(ids, context, text)
@@ -312,7 +309,7 @@ class StoredChunks:
 
         Checked is what was prefilled behind the head or the filler; what else it was behind is known by a digest only.
         """
-        for context in self.contexts(ids)[0]:
+        for context in self.contexts(ids):
             reader = self._store.open(self.key(ids, context.name))
             if reader is None:
                 continue

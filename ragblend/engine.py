@@ -288,9 +288,9 @@ class RagBlend:
         Args:
             texts: one chunk each; surrounding white space does not count.
             neighbours: for each text, other texts of the corpus that are likely to stand beside it in a prompt, the
-                likeliest first; a handful is enough. With the policy "document": the text before it, if there is one.
-                Without any, texts are prefilled behind the filler. Other policies take no notice. What is stored
-                behind a text that is not among them any more is prefilled again.
+                likeliest first; a handful is enough. With the policy "document": the texts before it, the last one
+                first. Without any, texts are prefilled behind the filler. Other policies take no notice. What is
+                stored behind a text that is not among them any more is prefilled again.
             progress: called with the number of texts done so far.
 
         Raises:

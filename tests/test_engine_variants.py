@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragblend import Chunk, RagBlend
 from ragblend.blend import precompute
+from ragblend.blend import variants as variants_of_chunks
 from ragblend.blend.prefill import Plan, Prefilled, prefill
 from ragblend.blend.variants import CONTEXT_TOKENS, FILLER, POLICIES, VARIANTS, Name, Policy
 from ragblend.chunks import Entry, IngestReport
@@ -33,6 +34,17 @@ COPPER = "Copper turns green in sea air, because salt and water make a thin skin
 FERRY = "A ferry leaves the old harbour at nine in the morning and comes back at six at night."
 QUESTION = "\n\nWho built the lighthouse?"
 EXACT = 1e-4  # of logits in fp32
+
+
+@pytest.fixture(autouse=True)
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of these short texts is deep enough, but where it is depth that is tested."""
+    monkeypatch.setattr(variants_of_chunks, "DEEP_TOKENS", 1)
+
+
+@pytest.fixture
+def deep(shallow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +106,17 @@ def test_entries_name_what_is_stored_and_what_it_stands_behind(engine: RagBlend)
     report = engine.ingest(
         [FIRST, COPPER, SECOND, FERRY, " "], neighbours=[[SECOND, COPPER], [FERRY, FIRST], [" ", FIRST], [], [FIRST]]
     )
-    assert [(entry.text, entry.variant, entry.neighbour) for entry in report.entries] == [
-        (0, "head", None),
-        (0, "neighbour", 1),
-        (0, "copy", 0),
-        (1, "head", None),
-        (1, "neighbour", 0),
-        (2, "head", None),
-        (2, "filler", None),
-        (2, "copy", 1),
-        (3, "head", None),
-        (3, "filler", None),
+    assert [(entry.text, entry.variant, entry.neighbours) for entry in report.entries] == [
+        (0, "head", ()),
+        (0, "neighbour", (1,)),
+        (0, "copy", (0,)),
+        (1, "head", ()),
+        (1, "neighbour", (0,)),
+        (2, "head", ()),
+        (2, "filler", ()),
+        (2, "copy", (1,)),
+        (3, "head", ()),
+        (3, "filler", ()),
     ]
     assert (report.computed, report.already_stored, report.empty) == (4, 0, 1)
     assert len(engine.store) == len({entry.key for entry in report.entries}) == 10
@@ -128,10 +140,10 @@ def test_the_same_neighbours_again_cost_nothing(engine: RagBlend) -> None:
     # Nor does another order of theirs: the entry says where the one that counts stands now.
     other = engine.ingest(texts, neighbours=[[COPPER, SECOND], [FIRST, FERRY]])
     assert (other.computed, other.tokens) == (0, 0)
-    assert [(entry.variant, entry.neighbour) for entry in behind_texts(other)] == [
-        ("neighbour", 0),
-        ("copy", 1),
-        ("neighbour", 1),
+    assert [(entry.variant, entry.neighbours) for entry in behind_texts(other)] == [
+        ("neighbour", (0,)),
+        ("copy", (1,)),
+        ("neighbour", (1,)),
     ]
     assert {path: path.read_bytes() for path in engine.store.directory.rglob("*.safetensors")} == files
 
@@ -154,12 +166,15 @@ def test_of_two_variants_only_the_one_that_changed_is_made_again(engine: RagBlen
     tokens = len(engine.prompts.encode_text(SECOND))
     report = engine.ingest([SECOND], neighbours=[[FIRST, COPPER]])
     assert (report.computed, report.tokens) == (1, tokens)
-    assert [(entry.variant, entry.neighbour) for entry in behind_texts(report)] == [("neighbour", 1), ("copy", 0)]
+    assert [(entry.variant, entry.neighbours) for entry in behind_texts(report)] == [
+        ("neighbour", (1,)),
+        ("copy", (0,)),
+    ]
 
 
 def test_a_text_twice_in_one_ingest_is_what_two_ingests_are(engine: RagBlend) -> None:
     report = engine.ingest([COPPER, COPPER, COPPER], neighbours=[[FERRY], [LAMP], [FERRY, LAMP]])
-    assert [(entry.text, entry.neighbour) for entry in behind_texts(report)] == [(0, 0), (1, 0), (2, 1)]
+    assert [(entry.text, entry.neighbours) for entry in behind_texts(report)] == [(0, (0,)), (1, (0,)), (2, (1,))]
     assert (report.computed, report.already_stored) == (2, 1)
     assert engine.ingest([COPPER], neighbours=[[LAMP]]).computed == 0
 
@@ -168,13 +183,49 @@ def test_without_neighbours_there_is_the_filler(engine: RagBlend) -> None:
     named = engine.ingest([COPPER, FIRST], neighbours=[[FERRY], [SECOND]])
     before = {entry.key: kv(engine.store, entry.key) for entry in named.entries}
     report = engine.ingest([COPPER, FIRST])
-    assert [(entry.text, entry.variant, entry.neighbour) for entry in behind_texts(report)] == [
-        (0, "filler", None),
-        (1, "filler", None),
+    assert [(entry.text, entry.variant, entry.neighbours) for entry in behind_texts(report)] == [
+        (0, "filler", ()),
+        (1, "filler", ()),
     ]
     assert (report.computed, report.already_stored) == (1, 1)  # the second had it, for lack of a new neighbour
     for key, layer in before.items():
         assert torch.equal(kv(engine.store, key).value, layer.value)
+
+
+@pytest.mark.usefixtures("deep")
+@pytest.mark.parametrize(("policy", "variant"), [("neighbours", "neighbour"), ("document", "before")])
+def test_several_short_texts_make_the_depth(decoder: Decoder, store: KVStore, policy: Policy, variant: Name) -> None:
+    with make_engine(decoder, store, policy) as engine:
+        offered = [FERRY, COPPER, LAMP, TODAY, STORM]
+        sizes = [len(engine.prompts.encode_text(text)) + len(engine.prompts.encode_text("\n\n")) for text in offered]
+        assert sum(sizes[:3]) < variants_of_chunks.DEEP_TOKENS <= sum(sizes[:4])
+        (entry,) = behind_texts(engine.ingest([STAIRS], neighbours=[offered]))
+        assert (entry.variant, entry.neighbours) == (variant, (0, 1, 2, 3))
+        # It is exact behind them, the closest right before it.
+        ready = engine.prefill(prompt(TODAY, LAMP, COPPER, FERRY, STAIRS), ratio=0.0)
+        assert (ready.report.chunks[-1].variant, ready.report.hits) == (variant, 1)
+        assert (ready.logits - own_forward(engine, ready.ids)).abs().max() < EXACT
+        # While they are offered, it stays, in whatever order and company.
+        before = kv(store, entry.key)
+        (again,) = behind_texts(engine.ingest([STAIRS], neighbours=[[LAMP, TODAY, STORM, FERRY, COPPER]]))
+        assert again.neighbours == (3, 4, 0, 1)
+        assert torch.equal(kv(store, entry.key).key, before.key)
+        # Without one of them it is made again, and where they do not suffice the filler stands before them.
+        report = engine.ingest([STAIRS], neighbours=[[FERRY, COPPER]])
+        assert (report.computed, behind_texts(report)[0].neighbours) == (1, (0, 1))
+        (made,) = [
+            c
+            for c in engine.chunks.contexts(
+                engine.prompts.encode_text(STAIRS), [engine.prompts.encode_text(text) for text in (FERRY, COPPER)]
+            )
+            if c.name == variant
+        ]
+        filler = engine.prompts.decode(made.ids[: len(made.ids) - sum(sizes[:2])])
+        assert FILLER.startswith(filler.removesuffix("\n\n"))
+        context: list[str | Chunk] = [Chunk(filler.removesuffix("\n\n")), "\n\n"]
+        ready = engine.prefill([*context, *prompt(COPPER, FERRY, STAIRS)], ratio=0.0)
+        assert ready.report.chunks[-1].variant == variant
+        assert (ready.logits - own_forward(engine, ready.ids)).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("neighbours", [[], [[]], [[FERRY]] * 3], ids=len)
@@ -196,7 +247,7 @@ def test_other_policies_take_no_notice_of_neighbours(decoder: Decoder, store: KV
     for policy, name in variant.items():
         with make_engine(decoder, store, policy) as engine:
             (entry,) = engine.ingest([SECOND], neighbours=[[FIRST, FERRY]]).entries
-            assert (entry.variant, entry.neighbour) == (name, None)
+            assert (entry.variant, entry.neighbours) == (name, ())
             assert engine.ingest([SECOND]).computed == 0
 
 
@@ -419,13 +470,13 @@ def test_contexts_that_do_not_fit_the_window_are_left_out(engine: RagBlend) -> N
 
     short = len(engine.prompts.encode_text(COPPER)) + 5
     for tokens, expected in (
-        (room - short, [("neighbour", 1)]),  # FIRST is too long, COPPER is not
+        (room - short, [("neighbour", (1,))]),  # FIRST is too long, COPPER is not
         (room - 40 + 10, []),
     ):
         text = text_of(tokens)
         assert room - CONTEXT_TOKENS < len(engine.prompts.encode_text(text)) <= tokens
         entries = behind_texts(engine.ingest([text], neighbours=[[FIRST, COPPER, FERRY]]))
-        assert [(entry.variant, entry.neighbour) for entry in entries] == expected
+        assert [(entry.variant, entry.neighbours) for entry in entries] == expected
     # What has room for nothing else stands behind the head alone, and is exact at a prompt's beginning.
     ready = engine.prefill([Chunk(text), "?"], ratio=0.0)
     assert [(use.status, use.variant) for use in ready.report.chunks] == [("hit", "head")]

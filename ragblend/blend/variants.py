@@ -7,7 +7,8 @@ A chunk's KV depends on what stood before it when it was computed. Three things 
 *Copies.* A token that repeats text which stood there already is computed quite differently from one that is new (see
     prompt.repeats). No single context is right for both, so a chunk that has a near copy in its corpus (overlapping
     windows, versions of a page) is stored twice: behind text that is new to it and behind the copy (`copy`).
-*Topic.* Behind text of the same topic, which is what gets retrieved together, it is closer still (`neighbour`).
+*Topic.* Behind text of the same topic, which is what gets retrieved together, it is closer still (`neighbour`). Where
+    chunks are short, several such texts make the depth, the closest right before the chunk.
 
 The first chunk of a prompt has nothing but the head before it, and is mostly the one that matters most; so what was
 prefilled behind the head alone (`head`) is kept, too: there it is exact.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -31,8 +33,8 @@ from ragblend.prompt.repeats import Mask, repeated_behind
 Policy = Literal["none", "system", "filler", "neighbours", "document"]
 """none: chunks are prefilled alone, as in published CacheBlend. system: behind the prompt's own head. filler: behind
 the head and a neutral passage, the same for all. neighbours: behind the head alone, again behind the head and the
-closest other chunk of the corpus, and a third time where one of them is nearly a copy. document: behind the head alone,
-and again behind the head and what stands before the chunk in its document."""
+closest other chunks of the corpus, and a third time where one of them is nearly a copy. document: behind the head
+alone, and again behind the head and what stands before the chunk in its document."""
 
 Name = Literal["alone", "head", "filler", "neighbour", "copy", "before"]
 
@@ -52,13 +54,15 @@ NEW_SHARE = 0.1
 COPY_SHARE = 0.25
 """A chunk that repeats more than this share of its tokens from another one is worth a second variant."""
 CONTEXT_TOKENS = 300
-"""Length of filler and neighbour at most: depth that has been reached by then changes little afterwards."""
+"""Length of the filler, and of each other text, at most: what is deeper than that already changes little."""
+DEEP_TOKENS = 200
+"""A context of so many tokens is deep enough; to a shorter one another text is added."""
 
 LABEL_BYTES = 16
 """Of a note's label, as in the store."""
 
 NEIGHBOURS = 16
-"""How many are worth offering for a chunk: where chunks overlap, many of the closest are nearly copies."""
+"""How many texts are worth offering for a chunk: where chunks overlap, many of the closest are nearly copies."""
 
 FILLER = """\
 A day at the harbour begins before the sun is up. The first boats come in with the tide, and the people on the quay \
@@ -83,18 +87,23 @@ children are told to keep away from the lid."""
 class Context(NamedTuple):
     """What stands between the head and a chunk for one of its variants.
 
-    source: which of the texts that were offered it is; None for the head alone and for the filler.
+    ids: a separator behind each text included.
+    sources: which of the texts that were offered it is made of, the one right before the chunk first; () for the head
+        alone and for the filler.
+    first_tokens: of the text right behind the head, if that is one of those; else 0.
     """
 
     name: Name
     ids: tuple[int, ...]
-    source: int | None = None
+    sources: tuple[int, ...] = ()
+    first_tokens: int = 0
 
 
 class Note(NamedTuple):
     """What is remembered of a variant beside its KV.
 
     behind: digest of all the ids it was prefilled behind, head included.
+    sources: digests of the ids of each text of the corpus among them, the one right before the chunk first.
     repeats: [chunk tokens] bool; which of its tokens repeat something that stood there.
     label: 16 bytes to find the chunk by where it is cut, so that its ids are not known; the note begins with them.
     text: the chunk's, to tell where it is cut; "" if it is not to be found so.
@@ -104,75 +113,134 @@ class Note(NamedTuple):
     repeats: Mask
     label: bytes = bytes(LABEL_BYTES)
     text: str = ""
+    sources: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, before: Sequence[int], ids: Sequence[int], label: bytes = bytes(LABEL_BYTES), text: str = "") -> Self:
-        context = np.asarray(before, dtype=np.int64)
-        return cls(digest(context), repeated_behind(context, np.asarray(ids, dtype=np.int64)), label, text)
+    def of(
+        cls,
+        before: Sequence[int],
+        ids: Sequence[int],
+        label: bytes = bytes(LABEL_BYTES),
+        text: str = "",
+        sources: Iterable[Sequence[int]] = (),
+    ) -> Self:
+        repeats = repeated_behind(np.asarray(before, dtype=np.int64), np.asarray(ids, dtype=np.int64))
+        return cls(digest(before), repeats, label, text, tuple(digest(source) for source in sources))
 
     def beginning(self, tokens: int) -> Self:
         """The note of the chunk's first tokens alone. (The last few of them may repeat a run that goes on behind.)"""
         return self._replace(repeats=self.repeats[:tokens])
 
     def to_bytes(self) -> bytes:
-        head = _NOTE.pack(self.label, self.behind, len(self.repeats))
-        return head + np.packbits(self.repeats).tobytes() + self.text.encode("utf-8", "surrogatepass")
+        head = _NOTE.pack(self.label, self.behind, len(self.repeats), len(self.sources))
+        repeats = np.packbits(self.repeats).tobytes()
+        return b"".join((head, *self.sources, repeats, self.text.encode("utf-8", "surrogatepass")))
 
     @classmethod
     def from_bytes(cls, data: bytes, tokens: int | None = None) -> Self:
         """What to_bytes gave, of a chunk of so many tokens; a note that cannot be read fits no prompt in particular."""
         try:
-            label, behind, noted = _NOTE.unpack_from(data)
-            bits = np.frombuffer(data, dtype=np.uint8, count=-(-noted // 8), offset=_NOTE.size)
+            label, behind, noted, n_sources = _NOTE.unpack_from(data)
+            at = _NOTE.size + n_sources * _DIGEST_BYTES
+            sources = tuple(data[start : start + _DIGEST_BYTES] for start in range(_NOTE.size, at, _DIGEST_BYTES))
+            bits = np.frombuffer(data, dtype=np.uint8, count=-(-noted // 8), offset=at)
             if tokens in (None, noted):
                 repeats = np.unpackbits(bits, count=noted).astype(np.bool_)
-                return cls(behind, repeats, label, data[_NOTE.size + len(bits) :].decode("utf-8", "surrogatepass"))
+                return cls(behind, repeats, label, data[at + len(bits) :].decode("utf-8", "surrogatepass"), sources)
         except (struct.error, ValueError):
             pass
         return cls(b"", np.zeros(tokens or 0, dtype=np.bool_))
 
 
 _DIGEST_BYTES = 16
-_NOTE = struct.Struct(f"<{LABEL_BYTES}s{_DIGEST_BYTES}sI")
+_NOTE = struct.Struct(f"<{LABEL_BYTES}s{_DIGEST_BYTES}sIB")
 
 
-def digest(ids: npt.NDArray[np.integer]) -> bytes:
+def digest(ids: npt.ArrayLike) -> bytes:
     """Names what a chunk stands behind: [tokens] ids -> 16 bytes."""
-    return hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(np.asarray(ids, dtype="<u4").tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 def contexts(
-    policy: Policy, ids: Sequence[int], filler: Sequence[int], offered: Iterable[Sequence[int]]
+    policy: Policy,
+    ids: Sequence[int],
+    filler: Sequence[int],
+    offered: Sequence[Sequence[int]],
+    separator: Sequence[int],
+    room: int,
 ) -> list[Context]:
     """The variants to make of a chunk.
 
     Args:
         ids: [chunk tokens].
-        filler: ids of the filler, separator included; none where there is no room for it.
-        offered: ids of other texts, separator included: neighbours, closest first; or for the policy "document" the
-            one text that stands before the chunk. Empty ones are passed over.
+        filler: its ids.
+        offered: ids of other texts: neighbours, closest first; or for the policy "document" those that stand before
+            the chunk, the last one first. Empty ones are passed over.
+        separator: ids that stand behind each text.
+        room: tokens that a context can have, separators included. What does not fit is passed over.
     """
     if policy == "none":
         return [Context("alone", ())]
     if policy == "system":
         return [Context("head", ())]
+    whole = [Context("filler", (*filler, *separator))] if len(filler) + len(separator) <= room else []
+    if policy == "filler":
+        return whole or [Context("filler", ())]
+    others = {n: text for n, text in enumerate(offered) if 0 < len(text) <= room - len(separator)}
     made: list[Context] = []
+    deepen = partial(_deepened, filler=filler, separator=separator, room=room)
     if policy == "document":
-        made = [Context("before", tuple(text), n) for n, text in enumerate(offered) if len(text)][:1]
-    elif policy == "neighbours":
-        chunk = np.asarray(ids, dtype=np.int64)
-        others = [(n, tuple(text)) for n, text in enumerate(offered) if len(text)]
-        shares = [float(repeated_behind(np.asarray(text, dtype=np.int64), chunk).mean()) for _, text in others]
-        new = next((other for other, share in zip(others, shares, strict=True) if share < NEW_SHARE), None)
-        if new is not None:
-            made.append(Context("neighbour", new[1], new[0]))
-        if shares and max(shares) > COPY_SHARE:
-            n, text = others[shares.index(max(shares))]
-            made.append(Context("copy", text, n))
+        if others:
+            made = [deepen("before", others, list(others))]
+    else:
+        shares = {n: _repeated_share(text, ids) for n, text in others.items()}
+        new = [n for n, share in shares.items() if share < NEW_SHARE]
+        if new:
+            made.append(deepen("neighbour", others, new))
+        closest = max(shares, key=lambda n: shares[n], default=None)
+        if closest is not None and shares[closest] > COPY_SHARE:
+            made.append(deepen("copy", others, [closest, *new]))
     known = any(context.name in ("neighbour", "before") for context in made)
-    if not known and (len(filler) or policy == "filler"):
-        made.insert(0, Context("filler", tuple(filler)))
-    return made if policy == "filler" else [Context("head", ()), *made]
+    return [Context("head", ()), *([] if known else whole), *made]
+
+
+def _deepened(
+    name: Name,
+    texts: Mapping[int, Sequence[int]],
+    order: Sequence[int],
+    *,
+    filler: Sequence[int],
+    separator: Sequence[int],
+    room: int,
+) -> Context:
+    """The first of the texts in `order`, and farther from the chunk the next ones, until it is deep enough.
+
+    What repeats a text that is there already adds nothing, and is passed over. Where the texts do not suffice, the
+    beginning of the filler stands before them.
+    """
+    taken: list[int] = []
+    tokens = 0
+    for n in order:
+        size = len(texts[n]) + len(separator)
+        if tokens + size <= room and all(_repeated_share(texts[other], texts[n]) < COPY_SHARE for other in taken):
+            taken.append(n)
+            tokens += size
+        if tokens >= DEEP_TOKENS:
+            break
+    lacking = min(CONTEXT_TOKENS, room) - tokens - len(separator) if tokens < DEEP_TOKENS else 0
+    start = (*filler[:lacking], *separator) if lacking > 0 and len(filler) else ()
+    ids = (*start, *(token for n in reversed(taken) for token in (*texts[n], *separator)))
+    return Context(name, ids, tuple(taken), 0 if start else len(texts[taken[-1]]))
+
+
+def _repeated_share(text: Sequence[int], chunk: Sequence[int]) -> float:
+    """The share of a chunk's tokens that repeat something in a text."""
+    return float(repeated_behind(np.asarray(text, dtype=np.int64), np.asarray(chunk, dtype=np.int64)).mean())
+
+
+def texts_before(texts: Sequence[str]) -> list[list[str]]:
+    """For each text of a document those that stand before it, the last one first: as many as a context can need."""
+    return [list(texts[max(0, n - NEIGHBOURS) : n][::-1]) for n in range(len(texts))]
 
 
 def neighbours_of(

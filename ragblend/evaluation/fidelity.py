@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from ragblend.blend.divergence import agreement, kl_divergence
-from ragblend.blend.variants import Policy, neighbours_of
+from ragblend.blend.variants import Policy, neighbours_of, texts_before
 from ragblend.engine import RagBlend, Ready
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.metrics import (
@@ -223,8 +223,8 @@ class _Bench:
     def ingest(self, question: Question, corpus: Corpus) -> None:
         neighbours = [corpus.neighbours(chunk) for chunk in question.chunks]
         for policy, engine in {e.settings.policy: e for name, e in self._engines.items() if name != "full"}.items():
-            before = [[chunk] for chunk in ("", *question.chunks[:-1])]
-            engine.ingest(question.chunks, neighbours=before if policy == "document" else neighbours)
+            before = texts_before(question.chunks) if policy == "document" else neighbours
+            engine.ingest(question.chunks, neighbours=before)
 
     def ask(self, question: Question) -> None:
         """Every strategy once; the full prefill first, since the others are held against its answer."""

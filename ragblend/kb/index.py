@@ -34,7 +34,7 @@ import xxhash
 
 from ragblend.errors import IngestError, StoreError, StoreFormatError, StoreFullError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _DATABASE = "index.db"
 _VECTORS = "vectors.faiss"
@@ -59,13 +59,13 @@ CREATE TABLE kv (
     chunk INTEGER NOT NULL REFERENCES chunks (id) ON DELETE CASCADE,
     model TEXT NOT NULL,
     key TEXT NOT NULL,
-    behind BLOB,
     PRIMARY KEY (chunk, model, key)
 ) WITHOUT ROWID;
 CREATE INDEX kv_of_key ON kv (key);
+CREATE TABLE behind (key TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (key, digest)) WITHOUT ROWID;
 """
 _LOOSE = "CREATE TABLE loose (key TEXT PRIMARY KEY) WITHOUT ROWID"
-_STALE = "behind IS NOT NULL AND behind NOT IN (SELECT digest FROM chunks)"
+_STALE = "key IN (SELECT key FROM behind WHERE digest NOT IN (SELECT digest FROM chunks))"
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class StoredChunk:
 
 
 class KVEntry(NamedTuple):
-    """One stored variant of a chunk's KV. behind: the text of another chunk that it was prefilled behind, if any."""
+    """One stored variant of a chunk's KV. behind: the texts of other chunks that it was prefilled behind."""
 
     key: str
-    behind: str | None = None
+    behind: tuple[str, ...] = ()
 
 
 class NewChunk(NamedTuple):
@@ -215,7 +215,8 @@ class DocumentIndex:
         """The chunks that stored KV of this text was prefilled behind, by whatever model, in the order of their ids."""
         query = (
             "SELECT id, document, text, metadata, NULL FROM chunks WHERE digest IN"
-            " (SELECT behind FROM kv JOIN chunks AS of_text ON chunk = of_text.id WHERE of_text.digest = ?) ORDER BY id"
+            " (SELECT behind.digest FROM behind JOIN kv USING (key) JOIN chunks AS of_text ON chunk = of_text.id"
+            " WHERE of_text.digest = ?) ORDER BY id"
         )
         with self._typed_errors("read"):
             return [_chunk(row) for row in self._db.execute(query, (_digest(text),))]
@@ -452,17 +453,18 @@ class DocumentIndex:
     # ---- inside
 
     def _note_kv(self, chunk: int, model: str, kv: Sequence[KVEntry]) -> None:
-        rows = [(chunk, model, key, None if behind is None else _digest(behind)) for key, behind in kv]
-        self._db.executemany("INSERT INTO kv VALUES (?, ?, ?, ?)", rows)
+        keys = [(key,) for key, _ in kv]
+        self._db.executemany("INSERT INTO kv VALUES (?, ?, ?)", [(chunk, model, key) for (key,) in keys])
         # Chunks of equal text share their KV, and may have found it behind something else than it is behind now.
-        self._db.executemany("UPDATE kv SET behind = ? WHERE key = ?", [(behind, key) for _, _, key, behind in rows])
-        self._db.executemany("DELETE FROM loose WHERE key = ?", [(key,) for _, _, key, _ in rows])
+        self._db.executemany("DELETE FROM behind WHERE key = ?", keys)
+        behind = [(key, _digest(text)) for key, texts in kv for text in texts]
+        self._db.executemany("INSERT OR IGNORE INTO behind VALUES (?, ?)", behind)
+        self._db.executemany("DELETE FROM loose WHERE key = ?", keys)
 
     def _loosen(self, keys: Iterable[str]) -> None:
-        self._db.executemany(
-            "INSERT OR IGNORE INTO loose SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM kv WHERE key = ?1)",
-            [(key,) for key in keys],
-        )
+        rows, nobodys = [(key,) for key in keys], "NOT EXISTS (SELECT 1 FROM kv WHERE key = ?1)"
+        self._db.executemany(f"INSERT OR IGNORE INTO loose SELECT ?1 WHERE {nobodys}", rows)
+        self._db.executemany(f"DELETE FROM behind WHERE key = ?1 AND {nobodys}", rows)
 
     def _keys_of(self, document: str) -> list[str]:
         query = "SELECT key FROM kv JOIN chunks ON chunk = id WHERE document = ? ORDER BY id"

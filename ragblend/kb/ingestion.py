@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.blend.variants import Note
+from ragblend.blend.variants import Note, texts_before
 from ragblend.errors import ContextWindowError, InvalidSettingError
 from ragblend.kb.corpus import Corpus, SplitDocument
 from ragblend.kb.files import (
@@ -214,7 +214,7 @@ class Ingestion:
 
     def _prefill_new(self, split: SplitDocument, corpus: Corpus, at_work: Callable[[float], None]) -> IngestReport:
         texts = [piece.text for piece in split.pieces]
-        report, kv = self._prefill(texts, ["", *texts][:-1], split.vectors, corpus, at_work)
+        report, kv = self._prefill(texts, texts_before(texts), split.vectors, corpus, at_work)
         chunks = [
             NewChunk(piece.text, piece.metadata, vector, entries)
             for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
@@ -227,17 +227,17 @@ class Ingestion:
     def _prefill(
         self,
         texts: Sequence[str],
-        before: Sequence[str],
+        before: Sequence[Sequence[str]],
         vectors: np.ndarray,
         corpus: Corpus,
         at_work: Callable[[float], None],
     ) -> tuple[IngestReport, list[list[KVEntry]]]:
         """Prefill texts behind what the policy says; what was done, and the stored variants of each.
 
-        before: for each, the text that stands before it in its document; "" for the first.
+        before: for each, the texts that stand before it in its document, the last one first.
         """
         if self._models.policy == "document":
-            neighbours = [[text] if text else [] for text in before]
+            neighbours = [list(texts) for texts in before]
         else:
             neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
         self._index.loosen(key for text in texts for key in self._models.engine.variant_keys(text).values())
@@ -249,7 +249,7 @@ class Ingestion:
         )
         kv: list[list[KVEntry]] = [[] for _ in texts]
         for entry in report.entries:
-            behind = None if entry.neighbour is None else neighbours[entry.text][entry.neighbour]
+            behind = tuple(neighbours[entry.text][n] for n in entry.neighbours)
             kv[entry.text].append(KVEntry(entry.key, behind))
         return report, kv
 
@@ -266,10 +266,9 @@ class Ingestion:
         if not lacking:
             return []
         vectors = self._index.vectors_of(document)[lacking]
-        texts = ["", *(chunk.text for chunk in chunks)]
-        report, kv = self._prefill(
-            [texts[n + 1] for n in lacking], [texts[n] for n in lacking], vectors, corpus, at_work
-        )
+        texts = [chunk.text for chunk in chunks]
+        before = texts_before(texts)
+        report, kv = self._prefill([texts[n] for n in lacking], [before[n] for n in lacking], vectors, corpus, at_work)
         noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
         self._index.note_kv(noted, model=self._models.signature)
         return [report]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from ragblend.errors import InvalidSettingError, UnsupportedModelError
 
-KEY_FORMAT_VERSION = 1
+KEY_FORMAT_VERSION = 2
 """Raised when what is hashed into a chunk key changes: keys of another version can then never meet."""
 
 _KEY_BYTES = 32

@@ -67,7 +67,7 @@ def test_replaced_chunks_are_gone_and_ids_never_come_back(tmp_path: Path) -> Non
 
 def test_kv_is_free_only_when_nobody_refers_to_it(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
-        shared = [KVEntry("shared"), KVEntry("shared too", "u")]
+        shared = [KVEntry("shared"), KVEntry("shared too", ("u",))]
         put(index, "a", [chunk("t", 1, *shared), chunk("u", 2, KVEntry("own"))])
         put(index, "b", [chunk("t", 1, *shared)])
         assert put(index, "a", [chunk("v", 3)]) == ["own"]
@@ -148,24 +148,39 @@ def test_a_document_that_another_process_removes_is_not_found(tmp_path: Path) ->
 
 def test_kv_behind_a_text_that_is_gone_is_stale(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
-        put(index, "a", [chunk("t", 1, KVEntry("behind u", "u"), KVEntry("filler"))])
-        put(index, "b", [chunk("u", 2, KVEntry("behind t", "t"))])
+        put(index, "a", [chunk("t", 1, KVEntry("behind u", ("u",)), KVEntry("filler"))])
+        put(index, "b", [chunk("u", 2, KVEntry("behind t", ("t",)))])
         assert index.stale_keys() == []
         put(index, "b", [chunk("other", 3)])
         assert index.stale_keys() == ["behind u"]
         (of_a,) = index.chunks_of("a", "m")
         assert index.stale_chunks("m") == {"a": {of_a.id}}
         assert index.stale_chunks("another") == {}
-        index.note_kv({of_a.id: [KVEntry("behind u", "other")]}, model="m")
+        index.note_kv({of_a.id: [KVEntry("behind u", ("other",))]}, model="m")
         assert "filler" in index.loose_keys()
         assert index.stale_keys() == []
         index.remove("b")
         assert index.stale_keys() == ["behind u"]
 
 
+def test_kv_behind_several_texts_is_stale_when_one_of_them_is_gone(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path) as index:
+        put(index, "u", [chunk("u", 2)])
+        put(index, "v", [chunk("v", 3)])
+        put(index, "a", [chunk("t", 1, KVEntry("behind both", ("u", "v")), KVEntry("head"))])
+        assert [other.text for other in index.behind("t")] == ["u", "v"]
+        assert index.stale_keys() == []
+        index.remove("v")
+        assert index.stale_keys() == ["behind both"]
+        index.remove("a")
+        assert index.stale_keys() == []
+        put(index, "a", [chunk("t", 1, KVEntry("behind both"))])  # whose past is forgotten
+        assert index.stale_keys() == []
+
+
 def test_text_that_is_still_in_another_document_is_not_gone(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
-        put(index, "a", [chunk("t", 1, KVEntry("behind u", "u"))])
+        put(index, "a", [chunk("t", 1, KVEntry("behind u", ("u",)))])
         put(index, "b", [chunk("u", 2)])
         put(index, "c", [chunk("u", 2)])
         index.remove("b")
@@ -178,8 +193,8 @@ def test_equal_texts_agree_on_what_their_kv_is_behind(tmp_path: Path) -> None:
     with DocumentIndex(tmp_path) as index:
         put(index, "u", [chunk("u", 8)])
         put(index, "v", [chunk("v", 9)])
-        put(index, "a", [chunk("t", 1, KVEntry("key", "u"))])
-        put(index, "b", [chunk("t", 1, KVEntry("key", "v"))])  # it was prefilled again
+        put(index, "a", [chunk("t", 1, KVEntry("key", ("u",)))])
+        put(index, "b", [chunk("t", 1, KVEntry("key", ("v",)))])  # it was prefilled again
         assert [other.text for other in index.behind("t")] == ["v"]
         index.remove("b")
         index.remove("u")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from ragblend.blend import variants
 from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import full_plan, prefill
 from ragblend.blend.selectors import RecomputeNone
@@ -28,6 +30,7 @@ from ragblend.blend.variants import (
     contexts,
     digest,
     neighbours_of,
+    texts_before,
 )
 from ragblend.errors import ContextWindowError
 from ragblend.kv import ChunkKV, LayerKV
@@ -43,8 +46,30 @@ def sharing(tokens: int, salt: int = 0) -> tuple[int, ...]:
     return (*range(2000 + 100 * salt, 2010 + 100 * salt), *CHUNK[len(CHUNK) - tokens :])
 
 
-ALONE_BEHIND_HEAD = Context("head", ())
+SEPARATOR = (1, 2)
 NEW, NEW_TOO, HALFWAY, COPY, CLOSER_COPY = sharing(0), sharing(9, 1), sharing(20, 2), sharing(26, 3), sharing(60, 4)
+ALONE_BEHIND_HEAD = Context("head", ())
+BEHIND_FILLER = Context("filler", (*FILLER, *SEPARATOR))
+
+
+def made(
+    policy: Policy, offered: Sequence[Sequence[int]], filler: Sequence[int] = FILLER, room: int = 1000
+) -> list[Context]:
+    return contexts(policy, CHUNK, filler, offered, SEPARATOR, room)
+
+
+def behind(name: Name, texts: Sequence[Sequence[int]], *sources: int, filler: int = 0) -> Context:
+    """What is to be made of these texts, the one right before the chunk first, behind so much filler."""
+    start = (*FILLER[:filler], *SEPARATOR) if filler else ()
+    ids = (*start, *(token for n in reversed(sources) for token in (*texts[n], *SEPARATOR)))
+    return Context(name, ids, sources, 0 if filler else len(texts[sources[-1]]))
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text is deep enough."""
+    monkeypatch.setattr(variants, "DEEP_TOKENS", 1)
+
 
 # -- which variants are made ------------------------------------------------------------------------------------
 
@@ -58,68 +83,123 @@ def test_the_texts_of_these_tests_share_what_they_say() -> None:
     assert shares[1] < NEW_SHARE < shares[2] < COPY_SHARE < shares[3]
 
 
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize(
-    ("offered", "made"),
+    ("offered", "new", "copy"),
     [
-        ([], [Context("filler", FILLER)]),
-        ([NEW], [Context("neighbour", NEW, 0)]),
-        ([NEW_TOO, NEW], [Context("neighbour", NEW_TOO, 0)]),
-        ([HALFWAY], [Context("filler", FILLER)]),
-        ([HALFWAY, NEW], [Context("neighbour", NEW, 1)]),
-        ([COPY], [Context("filler", FILLER), Context("copy", COPY, 0)]),
-        ([COPY, NEW], [Context("neighbour", NEW, 1), Context("copy", COPY, 0)]),
-        ([NEW, COPY, CLOSER_COPY, NEW_TOO], [Context("neighbour", NEW, 0), Context("copy", CLOSER_COPY, 2)]),
-        ([COPY, COPY], [Context("filler", FILLER), Context("copy", COPY, 0)]),
-        ([(), NEW], [Context("neighbour", NEW, 1)]),
-        ([(), COPY, (), NEW], [Context("neighbour", NEW, 3), Context("copy", COPY, 1)]),
-        ([(), ()], [Context("filler", FILLER)]),
+        ([], None, None),
+        ([NEW], 0, None),
+        ([NEW_TOO, NEW], 0, None),
+        ([HALFWAY], None, None),
+        ([HALFWAY, NEW], 1, None),
+        ([COPY], None, 0),
+        ([COPY, NEW], 1, 0),
+        ([NEW, COPY, CLOSER_COPY, NEW_TOO], 0, 2),
+        ([COPY, COPY], None, 0),
+        ([(), NEW], 1, None),
+        ([(), COPY, (), NEW], 3, 1),
+        ([(), ()], None, None),
     ],
 )
 def test_neighbours_are_the_first_new_text_and_the_closest_copy(
-    offered: list[tuple[int, ...]], made: list[Context]
+    offered: list[tuple[int, ...]], new: int | None, copy: int | None
 ) -> None:
-    made = [ALONE_BEHIND_HEAD, *made]
-    assert contexts("neighbours", CHUNK, FILLER, offered) == made
-    assert contexts("neighbours", list(CHUNK), list(FILLER), iter([list(text) for text in offered])) == made
+    expected = [
+        ALONE_BEHIND_HEAD,
+        BEHIND_FILLER if new is None else behind("neighbour", offered, new),
+        *([] if copy is None else [behind("copy", offered, copy)]),
+    ]
+    assert made("neighbours", offered) == expected
+    assert made("neighbours", [list(text) for text in offered], list(FILLER)) == expected
 
 
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize(
     ("share", "names"), [(9, ["neighbour"]), (10, ["filler"]), (25, ["filler"]), (26, ["filler", "copy"])]
 )
 def test_the_thresholds_themselves_are_neither_new_nor_a_copy(share: int, names: list[Name]) -> None:
-    assert [context.name for context in contexts("neighbours", CHUNK, FILLER, [sharing(share)])] == ["head", *names]
+    assert [context.name for context in made("neighbours", [sharing(share)])] == ["head", *names]
 
 
+@pytest.mark.usefixtures("shallow")
 def test_a_document_offers_what_stands_before() -> None:
-    assert contexts("document", CHUNK, FILLER, []) == [ALONE_BEHIND_HEAD, Context("filler", FILLER)]
-    assert contexts("document", CHUNK, FILLER, [()]) == [ALONE_BEHIND_HEAD, Context("filler", FILLER)]
+    assert made("document", []) == made("document", [()]) == [ALONE_BEHIND_HEAD, BEHIND_FILLER]
     for before in (NEW, COPY):
-        assert contexts("document", CHUNK, FILLER, [before]) == [ALONE_BEHIND_HEAD, Context("before", before, 0)]
-    assert contexts("document", CHUNK, FILLER, [(), NEW, COPY]) == [ALONE_BEHIND_HEAD, Context("before", NEW, 1)]
+        assert made("document", [before]) == [ALONE_BEHIND_HEAD, behind("before", [before], 0)]
+    assert made("document", [(), NEW, COPY]) == [ALONE_BEHIND_HEAD, behind("before", [(), NEW, COPY], 1)]
 
 
 @pytest.mark.parametrize(
-    ("policy", "made"),
-    [("none", Context("alone", ())), ("system", Context("head", ())), ("filler", Context("filler", FILLER))],
+    ("policy", "only"),
+    [("none", Context("alone", ())), ("system", Context("head", ())), ("filler", BEHIND_FILLER)],
 )
-def test_other_policies_take_no_notice_of_other_texts(policy: Policy, made: Context) -> None:
+def test_other_policies_take_no_notice_of_other_texts(policy: Policy, only: Context) -> None:
     for offered in ([], [NEW], [COPY, NEW]):
-        assert contexts(policy, CHUNK, FILLER, offered) == [made]
+        assert made(policy, offered) == [only]
 
 
 def test_without_room_for_a_filler_there_is_the_head_alone() -> None:
-    assert contexts("neighbours", CHUNK, (), [()]) == [ALONE_BEHIND_HEAD]
-    assert contexts("document", CHUNK, (), []) == [ALONE_BEHIND_HEAD]
-    assert contexts("filler", CHUNK, (), []) == [Context("filler", ())]
+    room = len(FILLER) + len(SEPARATOR)
+    for policy in ("neighbours", "document"):
+        assert made(policy, [()], room=room) == [ALONE_BEHIND_HEAD, BEHIND_FILLER]
+        assert made(policy, [()], room=room - 1) == [ALONE_BEHIND_HEAD]
+    assert made("filler", [], room=room - 1) == [Context("filler", ())]
 
 
-@given(st.sampled_from(POLICIES), st.lists(st.sampled_from([(), NEW, NEW_TOO, HALFWAY, COPY, CLOSER_COPY]), max_size=5))
-def test_every_variant_that_is_made_is_looked_for(policy: Policy, offered: list[tuple[int, ...]]) -> None:
-    made = contexts(policy, CHUNK, FILLER, offered)
-    names = [context.name for context in made]
+PASSAGES = [tuple(range(5000 + 100 * n, 5000 + 100 * n + 90)) for n in range(5)]
+
+
+def test_short_texts_stand_behind_one_another_until_it_is_deep_enough() -> None:
+    assert 2 * 92 < variants.DEEP_TOKENS <= 3 * 92
+    assert made("neighbours", PASSAGES)[1:] == [behind("neighbour", PASSAGES, 0, 1, 2)]
+    assert made("document", PASSAGES)[1:] == [behind("before", PASSAGES, 0, 1, 2)]
+    # None that the chunk repeats, and none that repeats another one; a document is as it is, but for the latter.
+    mixed = [HALFWAY, PASSAGES[0], PASSAGES[0][:80], (), COPY, *PASSAGES[1:]]
+    assert made("neighbours", mixed)[1:] == [behind("neighbour", mixed, 1, 5, 6), behind("copy", mixed, 4, 1, 5)]
+    assert made("document", mixed)[1:] == [behind("before", mixed, 0, 1, 5)]
+
+
+def test_where_texts_do_not_suffice_the_filler_stands_before_them() -> None:
+    filler = tuple(range(10_000, 10_300))
+    (_, context) = made("neighbours", PASSAGES[:2], filler)
+    lacking = variants.CONTEXT_TOKENS - 2 * 92 - len(SEPARATOR)
+    assert context.ids == (*filler[:lacking], *SEPARATOR, *PASSAGES[1], *SEPARATOR, *PASSAGES[0], *SEPARATOR)
+    assert (context.sources, context.first_tokens, len(context.ids)) == ((0, 1), 0, variants.CONTEXT_TOKENS)
+    (_, context) = made("neighbours", PASSAGES[:2], ())
+    assert context == behind("neighbour", PASSAGES[:2], 0, 1)
+    # A text that has the depth alone needs nothing.
+    (_, context) = made("neighbours", [(*PASSAGES[0], *PASSAGES[1], *PASSAGES[2])], filler)
+    assert context.ids == (*PASSAGES[0], *PASSAGES[1], *PASSAGES[2], *SEPARATOR)
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(st.sampled_from([(), NEW, NEW_TOO, HALFWAY, COPY, CLOSER_COPY, *PASSAGES]), max_size=8),
+    st.integers(0, 400),
+)
+def test_every_variant_is_looked_for_fits_and_ends_in_its_sources(
+    policy: Policy, offered: list[tuple[int, ...]], room: int
+) -> None:
+    found = made(policy, offered, room=room)
+    names = [context.name for context in found]
     assert len(set(names)) == len(names)
     assert set(names) <= set(VARIANTS[policy])
-    assert all(context.ids == tuple(offered[context.source]) for context in made if context.source is not None)
+    for context in found:
+        assert len(context.ids) <= room
+        assert len(set(context.sources)) == len(context.sources)
+        texts = [token for n in reversed(context.sources) for token in (*offered[n], *SEPARATOR)]
+        assert context.ids[len(context.ids) - len(texts) :] == tuple(texts)
+        if context.sources:
+            first = offered[context.sources[-1]]
+            assert context.ids[: context.first_tokens] == (first if context.first_tokens else ())
+            assert len(context.ids) == len(texts) or not context.first_tokens
+
+
+def test_a_document_offers_its_texts_from_the_last_one_back() -> None:
+    assert texts_before(["a", "b", "c"]) == [[], ["a"], ["b", "a"]]
+    many = [str(n) for n in range(30)]
+    assert texts_before(many)[20] == many[4:20][::-1]
+    assert texts_before([]) == []
 
 
 def test_every_policy_has_its_variants() -> None:
@@ -148,14 +228,19 @@ def test_the_closest_other_texts_are_offered_closest_first() -> None:
 # -- what is remembered of them ---------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 500), *[st.binary(min_size=16, max_size=16)] * 2, st.text(), st.randoms(use_true_random=False))
-@example(3, b"b" * 16, b"l" * 16, "odd \ud800 text", Random(0))
-def test_a_note_comes_back_as_it_was(tokens: int, behind: bytes, label: bytes, text: str, random: Any) -> None:
+DIGEST = st.binary(min_size=16, max_size=16)
+
+
+@given(st.integers(1, 500), DIGEST, DIGEST, st.lists(DIGEST), st.text(), st.randoms(use_true_random=False))
+@example(3, b"b" * 16, b"l" * 16, [b"s" * 16], "odd \ud800 text", Random(0))
+def test_a_note_comes_back_as_it_was(
+    tokens: int, behind: bytes, label: bytes, sources: list[bytes], text: str, random: Any
+) -> None:
     repeats = np.array([random.random() < 0.5 for _ in range(tokens)])
-    data = Note(behind, repeats, label, text).to_bytes()
+    data = Note(behind, repeats, label, text, tuple(sources)).to_bytes()
     assert data.startswith(label)
     for again in (Note.from_bytes(data, tokens), Note.from_bytes(data)):
-        assert (again.behind, again.label, again.text) == (behind, label, text)
+        assert (again.behind, again.label, again.text, again.sources) == (behind, label, text, tuple(sources))
         assert again.repeats.dtype == np.bool_
         assert again.repeats.tolist() == repeats.tolist()
         cut = again.beginning(tokens // 2)
@@ -165,9 +250,10 @@ def test_a_note_comes_back_as_it_was(tokens: int, behind: bytes, label: bytes, t
 
 @given(st.integers(1, 500), st.binary(max_size=100))
 @example(8, b"longer than its note")
-@example(8, bytes(36))
-@example(8, bytes(32) + bytes([8, 0, 0, 0]) + b"\x01\xff")
-@example(8, bytes(32) + bytes([255, 255, 255, 255]) + b"\x01")
+@example(8, bytes(37))
+@example(8, bytes(32) + bytes([8, 0, 0, 0, 0]) + b"\x01\xff")
+@example(8, bytes(32) + bytes([8, 0, 0, 0, 1]) + b"a digest cut off")
+@example(8, bytes(32) + bytes([255, 255, 255, 255, 0]) + b"\x01")
 def test_any_bytes_make_a_note(tokens: int, data: bytes) -> None:
     Note.from_bytes(data)
     note = Note.from_bytes(data, tokens)
@@ -182,6 +268,8 @@ def test_a_note_says_what_a_chunk_stood_behind_and_repeats_of_it() -> None:
     note = Note.of((7, 8, *COPY), CHUNK)
     assert note.behind == digest(np.array([7, 8, *COPY])) != digest(np.array(COPY))
     assert note.repeats.tolist() == [False] * 74 + [True] * 26
+    assert note.sources == ()
+    assert Note.of((7, *NEW, *COPY), CHUNK, sources=[COPY, NEW]).sources == (digest(COPY), digest(NEW))
     alone = Note.of((), CHUNK)
     assert alone.behind == digest(np.array([], dtype=np.int64))
     assert not alone.repeats.any()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +16,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.llms.ragblend import RagBlendLLM
 from llama_index.llms.ragblend.retrieval import window_of
 
-from ragblend.blend.variants import neighbours_of
+from ragblend.blend.variants import neighbours_of, texts_before
 from ragblend.chunks import IngestReport
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
@@ -134,8 +135,8 @@ class KVPrefill(TransformComponent):
 def _neighbours(engine: RagBlend, nodes: Sequence[BaseNode], texts: Sequence[str]) -> list[list[str]] | None:
     """What each text should be prefilled behind; None where nothing says."""
     if engine.settings.policy == "document":
-        pairs = zip([None, *nodes], nodes, ["", *texts], strict=False)
-        return [[text] if last is not None and last.ref_doc_id == node.ref_doc_id else [] for last, node, text in pairs]
+        documents = groupby(zip(nodes, texts, strict=True), key=lambda pair: pair[0].ref_doc_id)
+        return [before for _, pairs in documents for before in texts_before([text for _, text in pairs])]
     vectors = [node.embedding for node in nodes if node.embedding is not None]
     if len(vectors) < max(2, len(nodes)) or len({len(vector) for vector in vectors}) != 1:
         return None
