@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -61,7 +62,7 @@ class Conversation:
                 f"a session's id is 1 to 128 letters, digits, '.', '_' and '-', and begins with a letter or a digit; "
                 f"got {name!r}"
             )
-        self._path, self._aside = folder / f"{name}.jsonl", folder / _ASIDE
+        self._path, self._aside = folder / _file_name(name), folder / _ASIDE
         self._lock = threading.Lock()
         self._stored: tuple[Turn, ...] = ()
         self._unwritten: tuple[Turn, ...] = ()  # where writing failed
@@ -194,3 +195,9 @@ def _write(path: Path, mode: str, turns: Sequence[Turn]) -> None:
 
 def _lines(turns: Sequence[Turn]) -> bytes:
     return b"".join(json.dumps(asdict(turn)).encode() + b"\n" for turn in turns)
+
+
+def _file_name(name: str) -> str:
+    """Of a conversation's file. "Bob" and "bob" are two, also where the file system takes them for one."""
+    digest = "" if name == name.lower() else "~" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return f"{name}{digest}.jsonl"

@@ -336,6 +336,13 @@ def test_stop_strings_are_given_as_for_a_query(kb: KnowledgeBase, stop: Callable
         kb.session("empty", stop="")
 
 
+def test_names_that_differ_in_capitals_alone_are_two_conversations_on_every_disk(tmp_path: Path) -> None:
+    for name in ("Bob", "bob", "BOB"):
+        Conversation(tmp_path, name).add(Turn(f"Who am I? {name}", "You."))
+    assert [turn.question for turn in Conversation(tmp_path, "Bob").turns] == ["Who am I? Bob"]
+    assert len({path.name.lower() for path in tmp_path.glob("*.jsonl")}) == 3
+
+
 def test_a_file_that_was_cut_off_loses_one_turn_at_most(tmp_path: Path) -> None:
     turns = [Turn(f"question {n} \ud83d", f"answer {n}") for n in range(3)]
     conversation = Conversation(tmp_path, "a")
