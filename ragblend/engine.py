@@ -404,12 +404,13 @@ class RagBlend:
         ids = torch.from_numpy(layout.ids.copy())
         tokenise_s = time.perf_counter() - started
 
-        root = self.fingerprint.encode()
+        root = self._exact_root(tokens)
         if self._is_bounded(ratio):
             # What a bound lets pass for one prompt it may not for one that goes on from it.
             root = b""
         elif ratio != 1:
-            root = hashlib.blake2b(repr((self._blending, ratio, selector, least)).encode(), digest_size=16).digest()
+            way = repr((self._blending, ratio, selector, least, self.decoder.is_long(tokens)))
+            root = hashlib.blake2b(way.encode(), digest_size=16).digest()
         with self._compute:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
@@ -444,12 +445,16 @@ class RagBlend:
         )
         return Ready(ids, cache, prefilled.logits, report, root, exact_tokens, misses, started)
 
+    def _exact_root(self, tokens: int) -> bytes:
+        """Names exact KV in prompts of so many tokens in the prefix cache."""
+        return self.fingerprint.encode() + (b"long" if self.decoder.is_long(tokens) else b"")
+
     def _known_prefix(self, root: bytes, ids: Tensor, cache: KVCache) -> tuple[int, int]:
         """Fill the start of `cache` from the prefix cache; (tokens filled, how many are exact).
 
         The last token is always computed: its logits are what a prefill is for.
         """
-        exact_root = self.fingerprint.encode()
+        exact_root = self._exact_root(len(ids))
         exact = self.prefix_cache.fetch(exact_root, ids[:-1], cache)
         if root in (exact_root, b""):
             return exact, exact
@@ -548,6 +553,7 @@ class RagBlend:
         stored_ids = [layout.stored_ids_of(span) for span in spans]
         keys = [{name: self.chunks.key(ids, name) for name in names} for ids in stored_ids]
         notes = self.store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
+        long = self.decoder.is_long(len(layout.ids))
         here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
         choices = []
         for each, ids, span, repeats in zip(keys, stored_ids, spans, here, strict=True):
@@ -557,7 +563,8 @@ class RagBlend:
             fits = best(stored, self.settings.policy, repeats, behind)
             if fits is not None:
                 note = stored[fits]
-                choices.append(_Choice(fits, each[fits], True, note.behind == behind, note.repeats != repeats))
+                exact = note.behind == behind and self.decoder.is_long(span.stop) == long
+                choices.append(_Choice(fits, each[fits], True, exact, note.repeats != repeats))
             else:
                 lost = next((name for name in names if each[name] in corrupt), names[0])
                 choices.append(_Choice(lost, each[lost], False, False, repeats))
@@ -641,16 +648,19 @@ class RagBlend:
         """What an answer leaves behind: its prefix in RAM, its misses to be learned, itself to be audited."""
         if self.closed:
             return
-        exact_root = self.fingerprint.encode()
+        for miss in ready.misses:
+            self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))
+        exact_root = self._exact_root(len(ready.ids))
         with_answer = torch.cat([ready.ids, torch.tensor(token_ids[:-1], dtype=torch.int64)])
+        longest = max(len(with_answer), len(ready.ids) + COMPARED_TOKENS)
+        if self.decoder.is_long(longest) != self.decoder.is_long(len(ready.ids)):
+            return  # decoding has replaced the prompt's KV, or an audit would
         if ready.exact_tokens == len(ready.ids):
             self.prefix_cache.keep(exact_root, with_answer, ready.cache)
         else:
             self.prefix_cache.keep(exact_root, ready.ids[: ready.exact_tokens], ready.cache)
             if self.settings.reuse_blended and goes_on and ready.root:
                 self.prefix_cache.keep_whole(ready.root, with_answer, ready.cache, len(ready.ids))
-        for miss in ready.misses:
-            self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))
         blended = ready.exact_tokens < len(ready.ids) and len(token_ids) > 0
         if blended and self._guard is not None and self._guard.picks():
             job = partial(self._audit, ready, tuple(token_ids), sampled)
@@ -774,7 +784,7 @@ class RagBlend:
         if len(ids) < self.decoder.context_window_tokens and n_bytes <= self.settings.prefix_cache_bytes:
             done = self._fully(ids, 0, for_prefix=True)
             if done is not None:
-                self.prefix_cache.keep(self.fingerprint.encode(), ids, done.cache)
+                self.prefix_cache.keep(self._exact_root(len(ids)), ids, done.cache)
 
     def _fully(self, ids: Tensor, max_tokens: int, *, for_prefix: bool = False) -> Ready | None:
         """A full prefill, block by block, giving way to requests in between; None where closing did not wait for it.
@@ -783,12 +793,14 @@ class RagBlend:
         """
         with self._compute:
             cache = self.decoder.new_cache(len(ids) + max_tokens)
-            known = self._known_prefix(self.fingerprint.encode(), ids, cache)[0] if for_prefix else 0
+            known = self._known_prefix(self._exact_root(len(ids)), ids, cache)[0] if for_prefix else 0
         while True:
             self._idle.wait_for_idle()
             if self._idle.closing if for_prefix else self._idle.overdue:
                 return None
             stop = min(known + _AUDITED_AT_ONCE, len(ids))
+            if self.decoder.is_long(stop) != self.decoder.is_long(len(ids)):
+                stop = len(ids)
             with self._compute:
                 done = prefill(self.decoder, cache, full_plan(ids[:stop], known), None, RecomputeNone(), 0.0)
             if stop == len(ids):

@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -56,6 +58,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+LONGROPE_BORDER = 160  # tokens: longer prompts have other frequencies
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + i for i in range(8)],
+    "factor": 1024 / LONGROPE_BORDER,
+    "original_max_position_embeddings": LONGROPE_BORDER,
+}
 
 FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
     "llama": lambda vocab: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=vocab)),
@@ -86,6 +97,17 @@ OTHER_FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
     # Layers without positions.
     "smollm3": lambda vocab: SmolLM3ForCausalLM(
         SmolLM3Config(**_OLDER_SIZES, vocab_size=vocab, pad_token_id=0, no_rope_layer_interval=2)
+    ),
+    # Frequencies that follow the length of the prompt.
+    "phi3-longrope": lambda vocab: Phi3ForCausalLM(
+        Phi3Config(
+            **_OLDER_SIZES,
+            vocab_size=vocab,
+            pad_token_id=0,
+            eos_token_id=1,
+            original_max_position_embeddings=LONGROPE_BORDER,
+            rope_parameters=dict(LONGROPE),
+        )
     ),
     # An attention function of its own choice, for "sdpa" knows no softcap.
     "gemma2": lambda vocab: Gemma2ForCausalLM(Gemma2Config(**SIZES, vocab_size=vocab, sliding_window=24)),

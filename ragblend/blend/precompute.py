@@ -68,6 +68,10 @@ class Precomputer:
         tokens = len(before) + len(ids)
         if tokens > self._decoder.context_window_tokens:
             raise ContextWindowError(tokens, 0, self._decoder.context_window_tokens)
+        if before and self._decoder.is_long(len(before)) != self._decoder.is_long(tokens):
+            cache = self._decoder.new_cache(tokens)
+            prefill(self._decoder, cache, full_plan((*before, *ids)), None, RecomputeNone(), 0.0)
+            return self._unrotated(cache, len(before), tokens)
         begun = self._begin(before, tokens)
         self._compute(begun, self._head)
         if begun.known != before and source is not None:

@@ -239,6 +239,7 @@ class Decoder:
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = self._embed_tokens.weight.dtype
         self.device: torch.device = self._embed_tokens.weight.device
+        self._steady_tokens = self._rope.steady(self.context_window_tokens, self._embed_tokens.weight)
         self.turn = Turn()
         self._rounds_up = can_pack(self.dtype, self.device)
         self.fingerprint = _fingerprint(model, self.dtype)
@@ -278,6 +279,13 @@ class Decoder:
     def angles(self, stop: int) -> dict[str, Angles]:
         """Angles of positions 0..stop-1 for every kind of layer."""
         return self._rope.angles(torch.arange(stop), self._embed_tokens.weight)
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens has other angles than short ones, as with longrope; never for most models.
+
+        KV of short and of long prompts does not go together.
+        """
+        return tokens > self._steady_tokens
 
     def inverse_angles(self, start: int, stop: int) -> dict[str, Angles]:
         """What undoes the rotation of keys at positions start..stop-1 of a prompt that ends there, in fp32."""

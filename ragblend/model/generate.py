@@ -119,6 +119,7 @@ def decode(
 
     Args:
         cache: capacity >= prompt tokens + settings.max_tokens - 1; positions from the prompt's end on are overwritten.
+            Where an answer makes a short context a long one (see `Decoder.is_long`), all of it is computed anew.
         logits: [vocab] of the prompt's last position.
         stop_ids: ids that end the answer; they are not part of its text.
         to_text: ids to text, special tokens left out.
@@ -156,18 +157,22 @@ def decode(
         yield Step(token, piece, "")
         ids.append(token)
         if not ahead:
+            long = decoder.is_long(len(ids))
             guesses = lookup.after(ids)[: left - 1]
-            ahead = list(_advance(decoder, cache, [token, *guesses], len(ids) - 1))
+            while guesses and decoder.is_long(len(ids) + len(guesses)) != long:
+                guesses.pop()
+            known = len(ids) - 1 if decoder.is_long(len(ids) - 1) == long else 0
+            ahead = list(_advance(decoder, cache, [*ids[known:], *guesses], known, 1 + len(guesses)))
 
 
 @torch.inference_mode()
-def _advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: int) -> Tensor:
-    """Run tokens that stand at `position` and on through every layer; their logits [tokens, vocab]."""
+def _advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: int, wanted: int) -> Tensor:
+    """Run tokens that stand at `position` and on through every layer; the logits of the last ones [wanted, vocab]."""
     rows = decoder.run(position, position + len(tokens))
     hidden = decoder.embed(torch.tensor(tokens))
     for layer in range(decoder.n_layers):
         hidden = decoder.layer(layer, hidden, rows, cache)
-    return decoder.logits(hidden)
+    return decoder.logits(hidden[:, -wanted:])
 
 
 class _Lookup:

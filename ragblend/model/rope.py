@@ -70,6 +70,34 @@ class Rope:
             return {"": self.module(like, position_ids)}
         return {kind: self.module(like, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
 
+    def steady(self, window_tokens: int, like: Tensor) -> int:
+        """Prompts of up to so many tokens have the same frequencies; the window, where all have.
+
+        Raises:
+            UnsupportedModelError: longer prompts do not have the same ones among each other.
+        """
+
+        def frequencies(tokens: int) -> Tensor:
+            angles = self.angles(torch.tensor([1, max(1, tokens - 1)]), like)
+            return torch.cat([part[0, 0].float() for pair in angles.values() for part in pair])
+
+        short, long = frequencies(1), frequencies(window_tokens)
+        if torch.equal(short, long):
+            return window_tokens
+        steady, changed = 1, window_tokens
+        while changed - steady > 1:
+            middle = (steady + changed) // 2
+            if torch.equal(frequencies(middle), short):
+                steady = middle
+            else:
+                changed = middle
+        if not torch.equal(frequencies(changed), long):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} rotates keys differently in prompts of every length: what is computed "
+                f"for one could be used in no other; {USE_RATHER}"
+            )
+        return steady
+
     def rotate(self, key: Tensor, angles: Angles, width: int) -> Tensor:
         """Rotate keys [kv_heads, tokens, key_dim] to the positions of `angles`.
 
