@@ -75,15 +75,17 @@ class PrefixCache:
     def keep(self, root: bytes, ids: Tensor, cache: KVCache) -> None:
         """Hold the KV of ids [tokens], which is in positions 0.. of `cache`, under this root. Full blocks only.
 
-        Of what is too long to be held as a whole, what was held before stays.
+        Of more than the limit allows, the beginning is held.
         """
-        chain = _chain(root, ids)
+        chain = _chain(root, ids)[: self._limit // _kv_bytes(cache, BLOCK_TOKENS)]
         with self._lock:
             held = self._held(chain)
-        new = len(held)
-        where = {block_hash: block for block, block_hash in enumerate(chain[new:])}
+            # What is behind a block that has gone is found no more.
+            for name in {self._where[h][0] for h in chain[len(held) :] if h in self._where}:
+                self._forget(name)
+        where = {block_hash: block for block, block_hash in enumerate(chain[len(held) :])}
         before = dict.fromkeys(name for name, _ in held)
-        self._add(where, slice(new * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache, before)
+        self._add(where, slice(len(held) * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache, before)
 
     def fetch_whole(self, root: bytes, ids: Tensor, cache: KVCache, longer_than: int) -> int:
         """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found."""

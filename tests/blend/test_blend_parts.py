@@ -132,9 +132,9 @@ def test_what_others_go_on_from_is_forgotten_last() -> None:
         ask(one[: blocks * BLOCK_TOKENS])
     assert ask(torch.arange(1000, 1000 + 4 * BLOCK_TOKENS)) == 0  # takes the place of the last 2
     assert [ask(one), ask(one)] == [6, 8]
-    # One that outgrows the cache keeps what there was room for.
+    # Of one that outgrows the cache, what there is room for is kept.
     ids = torch.arange(2000, 2000 + 32 * BLOCK_TOKENS)
-    assert [ask(ids[: blocks * BLOCK_TOKENS]) for blocks in (6, 9, 14, 20, 32)] == [0, 6, 9, 9, 9]
+    assert [ask(ids[: blocks * BLOCK_TOKENS]) for blocks in (6, 9, 14, 20, 32)] == [0, 6, 9, 10, 10]
 
 
 def test_a_conversation_that_outgrows_the_cache_is_found_up_to_there() -> None:
@@ -147,6 +147,25 @@ def test_a_conversation_that_outgrows_the_cache_is_found_up_to_there() -> None:
         ids = turns[: stop * BLOCK_TOKENS]
         cache.keep_whole(b"", ids, filled(ids, 0.5))
         assert cache.fetch_whole(b"", ids, room, longer_than=0) == 4 * BLOCK_TOKENS
+
+
+def test_what_is_longer_than_the_limit_is_held_from_its_beginning_on() -> None:
+    tokens = torch.arange(12 * BLOCK_TOKENS)
+    one = PrefixCache(limit_bytes=10**9)
+    one.keep(b"exact", tokens[:BLOCK_TOKENS], filled(tokens[:BLOCK_TOKENS], 0.0))
+    cache = PrefixCache(limit_bytes=4 * one.n_bytes)
+    room = KVCache(SHAPES, len(tokens), torch.float32, torch.device("cpu"))
+    for blocks in (2, 3, 5, 6, 12):
+        ids = tokens[: blocks * BLOCK_TOKENS]
+        cache.keep(b"exact", ids, filled(ids, 0.0))
+        assert cache.fetch(b"exact", ids, room) == min(blocks, 4) * BLOCK_TOKENS
+    # Another prompt drives out the end before what the end is found behind.
+    other = torch.full((BLOCK_TOKENS,), 9)
+    cache.keep(b"exact", other, filled(other, 0.0))
+    assert cache.fetch(b"exact", tokens, room) == 3 * BLOCK_TOKENS
+    cache.keep(b"exact", tokens, filled(tokens, 0.0))
+    assert cache.fetch(b"exact", tokens, room) == 4 * BLOCK_TOKENS
+    assert cache.fetch(b"exact", other, room) == 0
 
 
 def _shared(a: torch.Tensor, b: torch.Tensor) -> int:
