@@ -170,15 +170,15 @@ def _searched(message: Message, index: ChunkIndex | None, texts_of: TextsOf | No
     if index is None:
         return replace(message, content=tuple(parts))
     found: list[str | Chunk] = []
-    for part in parts:
-        found += index.split(part, texts_of) if isinstance(part, str) else [part]
-    # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
-    ends_in_text = parts and isinstance(parts[-1], str) and found
-    if last and message.asks and ends_in_text:
-        end = len(found) - 1
-        while end > 0 and isinstance(found[end], str) and not _text_of(found[end]).strip():
-            end -= 1
-        found[end:] = ["".join(_text_of(part) for part in found[end:])]
+    for place, part in enumerate(parts, 1):
+        pieces: list[str | Chunk] = index.split(part, texts_of) if isinstance(part, str) else [part]
+        if last and message.asks and place == len(parts) and isinstance(part, str):
+            # What a prompt ends in is what it asks, and stays fresh even where a document asks the same.
+            end = len(pieces) - 1
+            while end > 0 and not _text_of(pieces[end]).strip():
+                end -= 1
+            pieces[end:] = ["".join(_text_of(piece) for piece in pieces[end:])]
+        found += pieces
     return replace(message, content=tuple(found))
 
 

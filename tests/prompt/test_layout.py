@@ -84,6 +84,9 @@ def test_what_a_prompt_ends_in_is_what_it_asks() -> None:
     assert [span.text for span in lay_out(CHATML, f"{B} {A} \n", index).chunks] == [B]
     assert [span.text for span in lay_out(CHATML, A, index).chunks] == []
     assert [span.text for span in lay_out(CHATML, ["See ", Chunk(A)], index).chunks] == [A]
+    # Marked chunks are chunks there too, whatever white space is behind them.
+    for end in ([Chunk(f"{A}\n")], [Chunk(A), "\n"], ["\n", Chunk(f" {A} "), " \n"]):
+        assert [span.text for span in lay_out(CHATML, [f"{B} ", *end], index).chunks] == [B, A]
     for result in (Message("tool", f"{B} {A}"), Message("user", f"{B} {A}", asks=False)):
         assert [span.text for span in lay_out(CHATML, [Message("user", "Why?"), result], index).chunks] == [B, A]
 
