@@ -140,7 +140,8 @@ class KVStore:
 
     Attributes:
         directory, size_limit_bytes: what they say.
-        read_only: whether the folder cannot be written; whatever would is then refused by a StoreError.
+        read_only: whether the folder cannot be written, or its disk was full when it was opened; whatever would write
+            is then refused by a StoreError.
         epoch: random name of this store, from its making to its deletion; for callers that remember having filled it.
     """
 
@@ -156,7 +157,7 @@ class KVStore:
         Raises:
             InvalidSettingError: the size limit is not positive.
             StoreFormatError: the folder holds something else, or a store of another format version.
-            StoreFullError: no space for the index.
+            StoreFullError: no space for the index of a new one. (One that is there is opened, for reading only.)
             StoreError: the folder is missing and create is False, or it cannot be made or read.
         """
         if size_limit_bytes is not None and size_limit_bytes <= 0:
@@ -166,6 +167,7 @@ class KVStore:
             # diskcache would expand it and put the payloads somewhere else.
             raise StoreError(f"the store's path {self.directory} looks like a shell variable: choose another name")
         self._closed = False
+        self._full: StoreFullError | None = None
         self._kv_directory = self.directory / "kv"
         self._kv: Table
         self._texts: Table
@@ -176,28 +178,47 @@ class KVStore:
             limit = size_limit_bytes or known.size_limit_bytes or default_limit_bytes(self.directory)
             if self.read_only:
                 self.epoch, self.size_limit_bytes = known.epoch, limit
-                self._kv = ReadOnlyTable(self._kv_directory)
-                self._texts = ReadOnlyTable(self.directory / "texts")
+                self._open_read_only()
                 return
             if limit != known.size_limit_bytes or not known.epoch:
                 write_marker(self.directory, limit, known.epoch or os.urandom(16).hex())
                 known = claim(self.directory, create)  # another process may have been making this very store
             self.epoch = known.epoch
             self.size_limit_bytes = limit
-            self._kv = Table(self._kv_directory, policy="least-recently-used")
-            self._kv.payload_limit_bytes = limit
             try:
-                if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
-                    with self._kv.writing() as sql:
-                        sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
-                self._texts = Table(self.directory / "texts", policy="least-recently-stored")
-                with files_settled(self.directory, patience_s=0.0) as settled:
-                    if settled:
-                        for name in self._orphans():
-                            self._kv.disk.remove(name)
-            except BaseException:
-                self._kv.close()
-                raise
+                self._open_tables()
+            except (OSError, sqlite3.Error) as error:
+                full = self._translated(error, "open")
+                if not isinstance(full, StoreFullError):
+                    raise
+                self._full = full
+            if self._full is not None:  # SQLite opens nothing without writing, but what is stored can be read
+                try:
+                    self._open_read_only()
+                except (OSError, sqlite3.Error):
+                    raise self._full from None
+                self.read_only = True
+                _log.warning("%s; it is opened for reading only", self._full)
+
+    def _open_tables(self) -> None:
+        self._kv = Table(self._kv_directory, policy="least-recently-used")
+        self._kv.payload_limit_bytes = self.size_limit_bytes
+        try:
+            if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
+                with self._kv.writing() as sql:
+                    sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
+            self._texts = Table(self.directory / "texts", policy="least-recently-stored")
+            with files_settled(self.directory, patience_s=0.0) as settled:
+                if settled:
+                    for name in self._orphans():
+                        self._kv.disk.remove(name)
+        except BaseException:
+            self._kv.close()
+            raise
+
+    def _open_read_only(self) -> None:
+        self._kv = ReadOnlyTable(self._kv_directory)
+        self._texts = ReadOnlyTable(self.directory / "texts")
 
     # ---- chunks
 
@@ -491,6 +512,8 @@ class KVStore:
 
     def check_writable(self) -> None:
         """Raises StoreError where this store can only be read."""
+        if self._full is not None:
+            raise StoreFullError(str(self._full))
         if self.read_only:
             raise StoreError(
                 f"the store in {self.directory} is read-only, and this would write to it: give yourself the right to, "

@@ -164,10 +164,43 @@ with KVStore(directory) as store:
     assert finish(child(code, tmp_path)) == "full\n"
 
 
-def test_a_disk_that_really_is_full(tmp_path):
+@pytest.fixture
+def small_disk(tmp_path) -> tuple[str, ...]:
+    """What to start a child with, so that tmp_path is a file system of 1 MB there."""
     mount = ("unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "$@"', "sh")
     if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("needs a small file system of its own")
+    return mount
+
+
+def test_a_store_on_a_full_disk_can_be_opened_and_read(tmp_path, small_disk):
+    code = """
+with KVStore(directory + "/store", size_limit_bytes=1 << 30) as store:
+    store.put("a", chunk(1))
+    store.remember([b"text"])
+with open(directory + "/rest", "wb", buffering=0) as rest:
+    try:
+        while True:
+            rest.write(b"x" * 512)
+    except OSError:
+        pass
+with KVStore(directory + "/store") as store:
+    assert store.read_only and store.verify().ok and store.stats().chunks == 1 and store.remembered() == [b"text"]
+    assert [status for _, status in store.open_many(["a", "b"])] == ["hit", "miss"] and right(store.open("a"), 1)
+    for write in (lambda: store.put("b", chunk(2)), lambda: store.delete("a"), lambda: KVStore(directory + "/other")):
+        try:
+            write()
+        except StoreFullError:
+            print("full")
+os.remove(directory + "/rest")
+with KVStore(directory + "/store") as store:
+    store.put("b", chunk(2))
+    assert not store.read_only and store.verify().ok and len(store) == 2
+"""
+    assert finish(child(code, tmp_path, prefix=small_disk)) == "full\n" * 3
+
+
+def test_a_disk_that_really_is_full(tmp_path, small_disk):
     code = """
 with open(directory + "/ballast", "wb") as ballast:
     ballast.write(bytes(150_000))
@@ -199,7 +232,7 @@ with KVStore(directory + "/store", size_limit_bytes=1 << 30) as store:
     store.put("new", chunk(1))
     assert store.verify().ok
 """
-    assert finish(child(code, tmp_path, prefix=mount)) == "full\nfull\n"
+    assert finish(child(code, tmp_path, prefix=small_disk)) == "full\nfull\n"
 
 
 def test_read_only_folders_can_be_read_and_are_not_written():
