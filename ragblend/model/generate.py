@@ -115,7 +115,7 @@ def decode(
     to follow again (prompt lookup decoding; Yang et al., arXiv 2304.04487). The guesses run through the model beside
     the token they follow, which costs hardly more than that token alone. Each token is still chosen from its own
     logits, by the rules of the settings, and a guess counts only if it is what was chosen: the answer is the same, only
-    sooner.
+    sooner. (As far as rounding goes: in half precision, a row computed beside others may differ in its last bit.)
 
     Args:
         cache: capacity >= prompt tokens + settings.max_tokens - 1; positions from the prompt's end on are overwritten.

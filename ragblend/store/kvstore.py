@@ -150,8 +150,9 @@ class KVStore:
 
         Args:
             directory: a folder of its own; missing and empty ones are made into a store.
-            size_limit_bytes: payload bytes to keep at most. None: what the store was last opened with, and for a
-                new one the smaller of folder.DEFAULT_SIZE_LIMIT_BYTES and half of the disk's free space.
+            size_limit_bytes: payload bytes to keep at most; what is there beyond that is evicted. None: what the store
+                was last opened with, and for a new one the smaller of folder.DEFAULT_SIZE_LIMIT_BYTES and half of the
+                disk's free space.
             create: whether to make a store where there is none.
 
         Raises:
@@ -207,6 +208,7 @@ class KVStore:
             if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
                 with self._kv.writing() as sql:
                     sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
+            self._kv.shrink()
             self._texts = Table(self.directory / "texts", policy="least-recently-stored")
             with files_settled(self.directory, patience_s=0.0) as settled:
                 if settled:

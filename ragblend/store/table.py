@@ -164,6 +164,13 @@ class Table(diskcache.Cache):  # type: ignore[misc]
             ((key, now, now, diskcache.core.MODE_RAW) for key in keys),
         ).rowcount
 
+    def shrink(self) -> None:
+        """Evict what is there beyond the limit, as where it was a higher one before; the next set() does, too."""
+        ((size_bytes,),) = self.rows("SELECT value FROM Settings WHERE key = 'size'")
+        if self.payload_limit_bytes is not None and size_bytes > self.payload_limit_bytes:
+            with contextlib.suppress(LockedError), self.writing(give_up_s=0.0) as sql:
+                self._cull(time.time(), sql, self.disk.remove)
+
     def _cull(
         self,
         now: float,
@@ -171,7 +178,7 @@ class Table(diskcache.Cache):  # type: ignore[misc]
         cleanup: Callable[[str | None], None],
         limit: int | None = None,
     ) -> None:
-        """Called by set() inside its transaction: evict as few least recently used rows as it takes."""
+        """Inside a transaction, such as that of set(): evict as few least recently used rows as it takes."""
         limit_bytes = self.payload_limit_bytes
         if limit_bytes is None:
             return

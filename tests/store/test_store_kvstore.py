@@ -305,6 +305,18 @@ def test_eviction_takes_as_many_as_needed(tmp_path, make_chunk):
         assert store.stats().bytes <= 40_000
 
 
+def test_a_smaller_limit_holds_from_the_opening_on(tmp_path, make_chunk):
+    with KVStore(tmp_path / "store") as store:
+        sizes = [store.put(key, make_chunk(seed)) for seed, key in enumerate("abcd")]
+        store.open("a").close()
+    limit = 2 * max(sizes)
+    with KVStore(tmp_path / "store", size_limit_bytes=limit) as store:
+        assert store.stats().bytes <= limit
+        assert store.keys() == ["a", "d"]
+        assert len(files(store)) == store.stats().evictions == 2
+        assert store.verify().ok
+
+
 def test_open_readers_survive_eviction_deletion_and_overwriting(tmp_path, big):
     with KVStore(tmp_path, size_limit_bytes=PAYLOAD_BYTES * 2) as store:
         store.put("a", big(1))
