@@ -68,7 +68,8 @@ class Precomputer:
         tokens = len(before) + len(ids)
         if tokens > self._decoder.context_window_tokens:
             raise ContextWindowError(tokens, 0, self._decoder.context_window_tokens)
-        if before and self._decoder.is_long(len(before)) != self._decoder.is_long(tokens):
+        if before and self._decoder.is_long(len(self._head)) != self._decoder.is_long(tokens):
+            # What is kept, or stored, of the beginning is a short prompt's.
             cache = self._decoder.new_cache(tokens)
             prefill(self._decoder, cache, full_plan((*before, *ids)), None, RecomputeNone(), 0.0)
             return self._unrotated(cache, len(before), tokens)
