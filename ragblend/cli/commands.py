@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
+    # Not Path: that of an empty text is the current folder.
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
     store: Store = DEFAULT_STORE,
     model: Model = None,
     chunk_tokens: Annotated[

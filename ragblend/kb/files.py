@@ -89,6 +89,8 @@ def absolute(paths: Paths) -> list[Path]:
     """
     try:
         several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        if "" in several:  # to Python the current folder; to whoever wrote it a variable that was not set
+            raise IngestError("a path is empty: for the current folder give '.'")
         return [Path(os.path.abspath(Path(path).expanduser())) for path in several]
     except TypeError as error:
         raise IngestError(f"paths are texts or Path objects, one or a list of them, not {paths!r:.80}") from error

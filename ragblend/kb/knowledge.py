@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from weakref import WeakValueDictionary
 
 from ragblend.blend.variants import POLICIES, Policy
@@ -162,7 +162,13 @@ class KnowledgeBase:
         return self._ingest(documents, skipped, vanished, progress)
 
     def ingest_texts(self, texts: Mapping[str, str], *, progress: Progress | None = None) -> IngestSummary:
-        """The same for texts that are no files: {name: text}."""
+        """The same for texts that are no files: {name: text}.
+
+        Raises:
+            As `ingest`; IngestError where they are something else.
+        """
+        if not isinstance(texts, Mapping) or not all(isinstance(part, str) for pair in texts.items() for part in pair):
+            raise IngestError(f"texts are given as {{name: text}}, both strings, not as {texts!r:.80}")
         return self._ingest([text_document(name, text) for name, text in texts.items()], [], [], progress)
 
     def _ingest(
@@ -271,7 +277,7 @@ class KnowledgeBase:
         from llama_index.core.query_engine import RetrieverQueryEngine
 
         retriever = self.as_retriever(top_k)
-        llm = self._bound_llm(kwargs)
+        llm = self._bound_llm(kwargs, RetrieverQueryEngine.from_args)
         return RetrieverQueryEngine.from_args(retriever, llm=llm, **kwargs), llm
 
     def as_chat_engine(
@@ -288,17 +294,19 @@ class KnowledgeBase:
         Raises:
             InvalidSettingError, IngestError: there are no documents.
         """
-        engines = {"context": "ContextChatEngine", "condense_plus_context": "CondensePlusContextChatEngine"}
-        if mode not in engines:
-            raise InvalidSettingError(f"mode is one of {', '.join(engines)}; got {mode!r}")
+        if mode not in get_args(ChatMode):
+            raise InvalidSettingError(f"mode is one of {', '.join(get_args(ChatMode))}; got {mode!r}")
         retriever = self.as_retriever(top_k)
-        from llama_index.core import chat_engine
+        from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 
+        makes: dict[str, Callable[..., Any]] = {
+            "condense_plus_context": CondensePlusContextChatEngine.from_defaults,
+            "context": ContextChatEngine.from_defaults,
+        }
         system_prompt = kwargs.pop("system_prompt", None)  # there it is the engine's, not the LLM's
-        llm = self._bound_llm(kwargs)
-        made: BaseChatEngine = getattr(chat_engine, engines[mode]).from_defaults(
-            retriever=retriever, llm=llm, system_prompt=system_prompt, **kwargs
-        )
+        # What is for the other mode only does nothing: an app may choose the mode by one word.
+        llm = self._bound_llm(kwargs, *makes.values())
+        made: BaseChatEngine = makes[mode](retriever=retriever, llm=llm, system_prompt=system_prompt, **kwargs)
         return made
 
     def session(
@@ -329,11 +337,26 @@ class KnowledgeBase:
 
         return ChatSession(self.engine, retriever.retrieve, conversation, max_turns=max_turns, **settings)
 
-    def _bound_llm(self, kwargs: dict[str, Any]) -> RagBlendLLM:
-        """An LLM over this knowledge base's engine; what is its own of the arguments is taken from them."""
+    def _bound_llm(self, kwargs: dict[str, Any], *makes: Callable[..., Any]) -> RagBlendLLM:
+        """An LLM over this knowledge base's engine; what is its own of the arguments is taken from them.
+
+        Args:
+            makes: functions of core's that may take the others. They ignore what they do not know.
+
+        Raises:
+            InvalidSettingError: an argument is for none of them.
+        """
         from llama_index.llms.ragblend import RagBlendLLM
 
-        own = inspect.signature(RagBlendLLM.__init__).parameters.keys() & kwargs.keys()
+        own = inspect.signature(RagBlendLLM.__init__).parameters.keys() - {"self", "engine", "others"}
+        own &= kwargs.keys()
+        theirs = {name for make in makes for name in inspect.signature(make).parameters}
+        theirs -= {"retriever", "llm", "kwargs"}
+        if unknown := sorted(kwargs.keys() - own - theirs):
+            raise InvalidSettingError(
+                f"there is no setting {', '.join(unknown)}: known are those of RagBlendLLM, and here also "
+                f"{', '.join(sorted(theirs))}"
+            )
         return RagBlendLLM.from_engine(self.engine, **{name: kwargs.pop(name) for name in own})
 
     def _embed_question(self, question: str) -> np.ndarray:

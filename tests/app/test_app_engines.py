@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,15 @@ def test_what_cannot_be_made_is_refused(kb: KnowledgeBase, tmp_path: Path) -> No
         kb.as_chat_engine("context", 0)
     with KnowledgeBase(tmp_path / "empty") as empty, pytest.raises(IngestError):
         empty.as_chat_engine()
+
+
+def test_settings_that_nothing_takes_are_refused(kb: KnowledgeBase) -> None:
+    """Core's engines take any, and ignore what they do not know: a misspelt limit would be none."""
+    for ask in (partial(kb.query, "Which?"), kb.as_query_engine, kb.as_chat_engine):
+        for unknown in ("max_token", "max_new_tokens", "llm", "engine"):
+            with pytest.raises(InvalidSettingError, match=rf"no setting {unknown}\b.*RagBlendLLM.*node_postprocessors"):
+                ask(**{unknown: 5})
+    modes: tuple[Any, ...] = ("context", "condense_plus_context")
+    for mode in modes:
+        made: Any = kb.as_chat_engine(mode, memory=ChatMemoryBuffer(token_limit=9), verbose=True, skip_condense=True)
+        assert made.chat_history == []  # an app may choose the mode by one word

@@ -116,6 +116,25 @@ def test_what_is_no_path_is_refused(kb: KnowledgeBase, given: Any) -> None:
         kb.ingest(given)
 
 
+@pytest.mark.parametrize("given", ["", ["notes", ""]])
+def test_an_empty_path_is_not_the_current_folder(
+    kb: KnowledgeBase, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IngestError, match="empty"):
+        kb.ingest(given, prune=True)
+    done = cli("ingest", *([given] if isinstance(given, str) else given), "--json")
+    assert (done.code, done.json["error"]["type"]) == (1, "IngestError")
+
+
+@pytest.mark.parametrize("given", [{"a": None}, {"a": b"text"}, {1: "text"}, ["text"], "text", None])
+def test_texts_that_are_none_are_refused(kb: KnowledgeBase, given: Any) -> None:
+    with pytest.raises(IngestError, match="name: text"):
+        kb.ingest_texts(given)
+
+
 def test_a_path_that_is_no_utf8_and_not_there(cli: Cli) -> None:
     name = os.fsdecode(b"\xff")
     assert cli("ingest", name, "--json").json["error"]["type"] == "IngestError"
