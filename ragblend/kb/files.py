@@ -1,7 +1,7 @@
 """Paths to documents: which files there are, and their text, through LlamaIndex's readers.
 
-Markdown and every other text file are read as they are. HTML loses its tags, PDF is read page by page. What a reader
-cannot make text of is skipped, with a reason a person can act on.
+Markdown and every other text file, CSV too, are read as they are. HTML loses its tags, PDF is read page by page. What a
+reader cannot make text of is skipped, with a reason a person can act on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _BINARY_DOCUMENTS = {".pdf", ".docx", ".pptx", ".ppt", ".pptm", ".epub", ".hwp",
 _HTML_HEADINGS = ["h1", "h2", "h3", "h4", "h5", "h6"]
 _HTML_BLOCKS = [
     *_HTML_HEADINGS,
-    *("article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figure", "footer", "header", "hr", "li"),
-    *("main", "nav", "ol", "option", "p", "pre", "section", "summary", "table", "textarea", "tr", "ul"),
+    *("address", "article", "aside", "blockquote", "br", "caption", "center", "dd", "details", "dialog", "dir", "div"),
+    *("dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "header", "hgroup", "hr", "legend", "li"),
+    *("listing", "main", "menu", "nav", "ol", "optgroup", "option", "p", "pre", "search", "section", "select"),
+    *("summary", "table", "textarea", "tr", "ul", "xmp"),
 ]
 _HTML_VERBATIM = ["pre", "textarea"]
 # Stand before a heading of HTML, with its level, until the text is final and offsets can be told, and before lines that
@@ -188,7 +190,7 @@ def read_file(path: Path) -> list[Part]:
     kind = mimetypes.guess_type(path.name)[0] or ""
     if kind.startswith(("image/", "audio/", "video/")) and kind != "image/svg+xml":
         raise NoTextError(f"a file of kind {kind} holds no text")
-    html = _html_reader()
+    html, plain = _html_reader(), _plain_reader()
     try:
         # The readers' own libraries warn about what they repair in damaged files; the text is what counts.
         with warnings.catch_warnings():
@@ -196,7 +198,7 @@ def read_file(path: Path) -> list[Part]:
             documents = SimpleDirectoryReader.load_file(
                 path,
                 file_metadata=lambda _: {},
-                file_extractor={".html": html, ".htm": html, ".xhtml": html},
+                file_extractor={".html": html, ".htm": html, ".xhtml": html, ".csv": plain},
                 encoding="utf-8-sig",
                 errors="strict",
                 raise_on_error=True,
@@ -234,6 +236,18 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+def _plain_reader() -> BaseReader:
+    """LlamaIndex's own CSV reader leaves out the names of the columns, and writes 0471 as 471.0 and nothing as nan."""
+    from llama_index.core.readers.base import BaseReader
+    from llama_index.core.schema import Document
+
+    class PlainTextReader(BaseReader):
+        def load_data(self, file: Path, extra_info: dict[str, Any] | None = None) -> list[Document]:
+            return [Document(text=Path(file).read_bytes().decode("utf-8-sig"), metadata=extra_info or {})]
+
+    return PlainTextReader()
+
+
 def _html_reader() -> BaseReader:
     """LlamaIndex's own HTML reader takes one kind of tag, and what stands in it of scripts too; this one the text."""
     from bs4 import BeautifulSoup
@@ -249,7 +263,7 @@ def _html_reader() -> BaseReader:
             for string in soup.find_all(string=_MARKS):
                 string.replace_with(type(string)(_MARKS.sub("\ufffd", string)))  # a comment stays one
             for tag in soup(["td", "th"]):
-                tag.insert_after(" ")
+                tag.insert_before(" ")  # not after: a cell whose end is left out holds the next ones, to this parser
             for tag in soup(_HTML_HEADINGS):
                 if tag.get_text(strip=True):
                     tag.insert(0, f"{_MARK}{tag.name[1]}")

@@ -1,9 +1,9 @@
 """Chunk borders at natural places.
 
 A text is cut at its coarsest borders first, and again inside every part that is still too long: headings by their
-level, then paragraphs, list items and table rows; code before what stands furthest to the left behind a blank line,
-then at other blank lines, then anywhere between lines. What has no border inside goes through LlamaIndex's
-SentenceSplitter. Then neighbours are put together again where the parts are small. So
+level, then paragraphs, list items and table rows; code, and files with a record a line, before what stands furthest to
+the left behind a blank line, then at other blank lines, then anywhere between lines. What has no border inside goes
+through LlamaIndex's SentenceSplitter. Then neighbours are put together again where the parts are small. So
 
 - every chunk is a piece of its text, in order, and together they are all of it;
 - no chunk has more than `chunk_tokens` tokens;
@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 from ragblend.kb.files import Part
 
-SPLITTING_VERSION = 4
+SPLITTING_VERSION = 5
 """Raised when the same file is read or split in another way: documents are then split anew at the next ingest."""
 
 # Ranks of borders; headings have their level, from 1.
 _PARAGRAPH, _ITEM, _TOP, _BLANK, _LINE = 10, 11, 20, 21, 22
 
-_CODE = {
+_LINES = {
+    *(".csv", ".log", ".tsv"),  # records, the others are code
     *(".bash", ".c", ".cc", ".clj", ".cpp", ".cs", ".css", ".dart", ".ex", ".exs", ".go", ".h", ".hpp", ".hs", ".java"),
     *(".jl", ".js", ".json", ".jsonl", ".jsx", ".kt", ".lua", ".m", ".ml", ".php", ".pl", ".ps1", ".proto", ".py"),
     *(".pyi", ".r", ".rb", ".rs", ".scala", ".scss", ".sh", ".sql", ".swift", ".tf", ".toml", ".ts", ".tsx", ".vue"),
@@ -62,11 +63,11 @@ class Splitter:
         self._encode, self._chunk_tokens = encode, chunk_tokens
 
     def split(self, parts: Iterable[Part], suffix: str = "") -> list[Part]:
-        """The chunks of a document, none of them empty. suffix: of the document's file, which tells code from prose."""
+        """The chunks of a document, none of them empty. suffix: of its file, which tells what is lines from prose."""
         chunks: list[Part] = []
         for part in parts:
             text = part.text
-            borders = code_borders(text) if suffix.lower() in _CODE else prose_borders(text, part.headings)
+            borders = code_borders(text) if suffix.lower() in _LINES else prose_borders(text, part.headings)
             spans = self._spans(text, 0, len(text), borders)
             chunks += (Part(text[start:stop].strip(), part.metadata) for start, stop in spans)
         return [chunk for chunk in chunks if chunk.text]

@@ -196,7 +196,16 @@ def test_a_text_without_a_character_has_no_chunks() -> None:
             "<table><tr><th>Built</th><th>Height</th></tr><tr><td>1931</td><td>42</td></tr></table>",
             "Built Height\n\n1931 42",
         ),
+        ("<table><caption>Fares</caption><tr><th>From<th>To<tr><td>1<td>2</table>", "Fares\n\nFrom To\n1 2"),
         ("<details><summary>More</summary>Details</details>", "More\nDetails"),
+        (
+            "<fieldset><legend>Mail</legend>us</fieldset><address>Mill Street 4</address>Daily",
+            "Mail\nus\n\nMill Street 4\nDaily",
+        ),
+        (
+            "<figure><figcaption>Bridge</figcaption>seen</figure><form>A</form>B<menu>C</menu>D",
+            "Bridge\nseen\n\nA\nB\nC\nD",
+        ),
         (
             "<p>So:</p><pre>\n<code><span>def</span> f():\n    if x:\n\n\n        return 1 \n</code>\n</pre><p> Then.",
             "So:\n\ndef f():\n    if x:\n\n\n        return 1\n\nThen.",
@@ -211,3 +220,22 @@ def test_text_of_html_is_kept_and_does_not_run_together(tmp_path: Path, html: st
     (tmp_path / "a.html").write_text(html)
     (part,) = read_file(tmp_path / "a.html")
     assert part.text == text
+
+
+CSV = 'name,phone,price\r\nAnn,0471234,1\r\nBob,,2.50\r\n"Eve, the second",007,3e5\r\n'
+
+
+def test_csv_is_read_as_it_is(tmp_path: Path) -> None:
+    """Names of columns, leading zeros and empty fields stay, and rows of different lengths are no reason to skip it."""
+    for text in (CSV, "only,names", "one,two\n1,2,3"):
+        (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+        (part,) = read_file(tmp_path / "a.csv")
+        assert part.text == text.strip()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".LOG"])
+def test_records_are_cut_between_lines(suffix: str) -> None:
+    rows = [f"{n},Name {n},It is number {n}. It has two sentences. {words(n % 7)}" for n in range(50)]
+    chunks = split("\n".join(rows), suffix=suffix)
+    assert len(chunks) > 5
+    assert [row.strip() for chunk in chunks for row in chunk.splitlines()] == [row.strip() for row in rows]
