@@ -521,6 +521,31 @@ def test_no_chunk_is_found_across_a_cache_point(llm: RagBlendLLM, engine: Record
     assert (across["ragblend"]["hits"], apart["ragblend"]["hits"]) == (1, 0)
 
 
+def test_known_chunks_that_make_up_a_segment_are_reused_in_any_selection(
+    llm: RagBlendLLM, engine: Recorder, texts: list[str]
+) -> None:
+    """An app that puts a CachePoint behind what it retrieved."""
+    engine.ingest(texts)
+    stored = set(engine.store.keys())
+    for order in ([0, 1, 2, 3, 4], [4, 2, 7, 0, 9]):
+        context = "\n\n".join(f"file: {n}.md\n\n{texts[n]}" for n in order)
+        raw = llm.chat(_blocks("Context:", context, None, QUESTION)).raw
+        assert raw is not None
+        assert (raw["ragblend"]["hits"], raw["ragblend"]["misses"]) == (5, 0)
+    engine.drain()
+    assert set(engine.store.keys()) == stored
+    # One that holds a known chunk among much else is a segment like any other.
+    rules = f"{' '.join(f'Rule {n} is to be kept in mind.' for n in range(12))} For example: {texts[0]}"
+    for _ in range(2):
+        raw = llm.chat(_blocks(rules, None, QUESTION)).raw
+        engine.drain()
+        engine.prefix_cache.clear()
+    assert raw is not None
+    (chunk,) = raw["ragblend"]["chunks"]
+    assert chunk["status"] == "hit"
+    assert set(engine.store.keys()) > stored
+
+
 def test_what_is_asked_is_no_segment_even_where_a_cache_point_ends_it(llm: RagBlendLLM) -> None:
     for asked in (_blocks(QUESTION, None), _blocks(QUESTION, None, " \n"), _blocks(None, QUESTION, None, None)):
         assert llm.chat(asked).raw["ragblend"]["chunks"] == ()  # type: ignore[index]

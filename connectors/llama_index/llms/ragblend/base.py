@@ -491,8 +491,9 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
     def _ask_chat(
         self, messages: Sequence[ChatMessage], settings: dict[str, Any], cancelled: Callable[[], bool] = lambda: False
     ) -> _Opened:
-        offer, left = tools.taken(settings, self.engine.prompts)
-        prompt = conversation(messages, self.messages_to_prompt)
+        engine = self.engine
+        offer, left = tools.taken(settings, engine.prompts)
+        prompt = conversation(messages, self.messages_to_prompt, lambda text: engine.chunks.known_texts().find(text))
         return _Opened(self._open(prompt, left, cancelled, offer), offer)
 
     # -- the ways to ask ----------------------------------------------------------------------------------------------

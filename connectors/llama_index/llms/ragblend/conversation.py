@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,12 +44,16 @@ _BETWEEN_BLOCKS = "\n"  # what core puts there when it reads a message's content
 
 
 def conversation(
-    messages: Iterable[ChatMessage], messages_to_prompt: MessagesToPromptType | None = None
+    messages: Iterable[ChatMessage],
+    messages_to_prompt: MessagesToPromptType | None = None,
+    known: Callable[[str], Sequence[tuple[int, int]]] = lambda text: (),
 ) -> list[Message]:
     """The messages as the engine takes them.
 
     A CachePoint ends a segment: the text between it and the one before (or the message's beginning) is a chunk of its
-    own, so that no chunk is found across it. The last text of a conversation is what it asks, and is none.
+    own, so that no chunk is found across it. Where known chunks make up most of it, they are taken instead: what a
+    retriever finds comes in another selection each time, and all of it together never again. The last text of a
+    conversation is what it asks, and is none.
 
     Thoughts and citations in the messages of other LLMs are left out, as core does where it makes text of a message.
 
@@ -58,6 +62,7 @@ def conversation(
     Args:
         messages_to_prompt: makes one text of them; core's own stands for the model's template, as None does. Messages
             with marked chunks are not put through it: whoever marked them has formatted them.
+        known: gives the half-open character ranges of known chunks in a text.
 
     Raises:
         InvalidSettingError: a block holds what is no text (an image, a document), or chunk ranges are not ranges of the
@@ -75,7 +80,7 @@ def conversation(
     taken: list[Message] = []
     for message in given:
         role = _ROLES.get(message.role, message.role.value)
-        parts = _parts(message, last=message is given[-1])
+        parts = _parts(message, known, last=message is given[-1])
         if role == "system" and len(taken) == 1 and taken[0].role == role:
             # Core puts an LLM's system prompt before that of a template, and many models' templates take one only.
             taken[0] = Message(role, (*taken[0].content, MESSAGE_SEPARATOR, *parts))
@@ -128,11 +133,16 @@ def cut(text: str, ranges: Sequence[Sequence[int]]) -> list[str | Chunk]:
     return parts
 
 
-def _parts(message: ChatMessage, *, last: bool) -> list[str | Chunk]:
+def _parts(message: ChatMessage, known: Callable[[str], Sequence[tuple[int, int]]], *, last: bool) -> list[str | Chunk]:
     content = message.content or ""
     if ranges := message.additional_kwargs.get(CHUNKS):
         return cut(content, ranges)
-    return cut(content, _segments(message, last=last))
+    chunks: list[tuple[int, int]] = []
+    for start, stop in _segments(message, last=last):
+        inside = [(start + first, start + end) for first, end in known(content[start:stop])]
+        most = 2 * sum(end - first for first, end in inside) > stop - start
+        chunks += inside if most else [(start, stop)]
+    return cut(content, chunks)
 
 
 def _segments(message: ChatMessage, *, last: bool) -> list[tuple[int, int]]:
