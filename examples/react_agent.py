@@ -1,7 +1,9 @@
 """An agent that looks things up. What its tool returns is retrieved text, and is reused like any other.
 
 The built-in model's chat template knows no tools, so it is asked in ReAct's way; `stop` keeps it from making up what
-the tool says. Where `llm.metadata.is_function_calling_model` is True, core's FunctionAgent takes the same arguments.
+the tool says. It is also too small to keep to that way: mostly it looks nothing up, and nothing is reused then. Give a
+larger MODEL to see it work. Where `llm.metadata.is_function_calling_model` is True, core's FunctionAgent takes the same
+arguments.
 
     python examples/react_agent.py [MODEL] [STORE]
 """
