@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from command_line import Cli
 
-from ragblend.blend.variants import Note
+from ragblend.blend.variants import CONTEXT_TOKENS, Note, digest
 from ragblend.evaluation.cases import two_hop
 from ragblend.kb import KnowledgeBase
 from ragblend.model import sources
@@ -83,36 +83,37 @@ def payload(kb: KnowledgeBase, key: str) -> bytes:
         return b"".join(reader.read_layer_kv(layer).key.float().numpy().tobytes() for layer in range(reader.n_layers))
 
 
-def note_behind(kb: KnowledgeBase, text: str, other: str) -> bytes:
-    """The note of a text's KV that was prefilled behind another text, as far as that matters to it."""
-    encode = kb.engine.prompts.encode_text
-    return bare(Note.of((*kb.engine.preamble_ids, *encode(other), *encode("\n\n")), encode(text)).to_bytes())
-
-
-def bare(note: bytes) -> bytes:
-    """A note without what a text is found by where it is cut."""
-    return Note(*Note.from_bytes(note)[:2]).to_bytes()
+def named_sources(kb: KnowledgeBase, note: Note, among: Iterable[str]) -> list[str]:
+    """The texts that a note says its KV was prefilled behind, the closest first."""
+    texts = {digest(kb.engine.prompts.encode_text(text)[:CONTEXT_TOKENS]): text for text in among}
+    return [texts[source] for source in note.sources]
 
 
 def agree(kb: KnowledgeBase) -> bool:
     """Whether store and index tell the same of every chunk: its keys, and what each is behind."""
+    encode = kb.engine.prompts.encode_text
     for document in kb.index.digests():
         for chunk in kb.index.chunks_of(document, kb.models.signature):
             stored = kb.engine.stored_variants(chunk.text)
             assert set(stored.values()) == set(chunk.kv_keys)
-            notes = kb.store.notes(list(stored.values()))
-            expected = {note_behind(kb, chunk.text, other) for other in stands_behind(kb, chunk.text)}
-            assert {bare(notes[key]) for name, key in stored.items() if name not in ("head", "filler")} <= expected
+            for name, key in stored.items():
+                note = Note.from_bytes(kb.store.notes([key])[key])
+                others = named_sources(kb, note, stands_behind(kb, chunk.text))
+                assert bool(others) == (name not in ("head", "filler"))
+                made = kb.engine.chunks.contexts(encode(chunk.text), [encode(other) for other in others])
+                (context,) = [context for context in made if context.name == name]
+                assert note.behind == digest((*kb.engine.preamble_ids, *context.ids))
     return kb.verify().ok and not kb.index.stale_chunks(kb.models.signature)
 
 
 def test_a_chunk_stands_behind_the_closest_other_text(kb: KnowledgeBase) -> None:
     done = kb.ingest_texts({"a": BRIDGE, "b": GRANITE, "c": MOON})
     assert (done.computed, done.refreshed) == (3, 0)
-    assert stands_behind(kb, BRIDGE) == [GRANITE]
-    assert stands_behind(kb, GRANITE) == [BRIDGE]
+    assert stands_behind(kb, BRIDGE) == [GRANITE, MOON]
+    assert stands_behind(kb, GRANITE) == [BRIDGE, MOON]
     (key,) = variants(kb, BRIDGE).values()
-    assert bare(kb.store.notes([key])[key]) == note_behind(kb, BRIDGE, GRANITE)
+    note = Note.from_bytes(kb.store.notes([key])[key])
+    assert named_sources(kb, note, [MOON, GRANITE]) == [GRANITE, MOON], "the closest right before it"
     assert variants(kb, BRIDGE).keys() == {"neighbour"}
     assert agree(kb)
 
@@ -169,7 +170,7 @@ def test_kv_behind_a_text_that_changed_is_prefilled_again(kb: KnowledgeBase) -> 
 def test_equal_texts_share_their_kv_and_what_it_is_behind(kb: KnowledgeBase) -> None:
     done = kb.ingest_texts({"a": BRIDGE, "rockets and cats": BRIDGE, "b": GRANITE, "c": MOON})
     assert (done.computed, done.already_stored) == (3, 1)
-    assert stands_behind(kb, BRIDGE) == [GRANITE]
+    assert stands_behind(kb, BRIDGE) == [GRANITE, MOON]
     assert agree(kb)
 
     changed = kb.ingest_texts({"b": CATS})

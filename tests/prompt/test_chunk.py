@@ -16,7 +16,7 @@ from tiny_tokenizers import CHATML, chatml, llama3, with_template
 from ragblend.errors import InvalidSettingError, UnsupportedModelError
 from ragblend.prompt.chunk import Chunk, Message, chunk_key, joined_parts, tokenizer_fingerprint
 
-PINNED = "b611ed34b8ad0de48f5b1ac798c6333050d8e8dbfb8c0a8860b32bca36a96122"
+PINNED = "ddd126345b63279424e1c76f009e4d35ff5b217dddd3e8ab0d5333c73c5211b4"
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=8)
 
