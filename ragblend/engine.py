@@ -6,7 +6,6 @@ answer   prompt -> spans -> {known prefix, hit, miss} -> blend -> decode -> text
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import threading
@@ -30,11 +29,7 @@ from ragblend.blend.prefill import Plan, Prefilled, RatioChooser, Selector, full
 from ragblend.blend.prefix import PrefixCache
 from ragblend.blend.selectors import QuestionAttention, RecomputeNone
 from ragblend.blend.variants import (
-    VARIANTS,
     Name,
-    Note,
-    best,
-    digest,
 )
 from ragblend.chunks import IngestReport, StoredChunks
 from ragblend.errors import (
@@ -42,27 +37,24 @@ from ragblend.errors import (
     CorruptPayloadError,
     InvalidSettingError,
     NotCalibratedError,
-    StoreError,
 )
 from ragblend.idle import IdleWorker
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
 from ragblend.prompt.chunk import Message, tokenizer_fingerprint
-from ragblend.prompt.layout import Layout, Prompt, Span, lay_out
-from ragblend.prompt.repeats import Mask, repeated
+from ragblend.prompt.layout import Layout, Prompt, lay_out
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.quality import CALIBRATION, QUALITIES, MaxKL
-from ragblend.report import BlendReport, ChunkStatus, ChunkUse
+from ragblend.report import BlendReport
+from ragblend.serving import Serving
 from ragblend.settings import DEFAULT_RATIO, EngineSettings, Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
 from ragblend.store.loader import LayerLoader, Prefetcher
-from ragblend.store.payload import PayloadReader
 
 _log = logging.getLogger(__name__)
 
 _WAITING = 256  # misses waiting to be learned; more are dropped, they will be missed again
-_READ = ("hit", "cut")  # statuses of spans whose KV is read
 _AUDITED_AT_ONCE = 256  # tokens: a request that comes in while another is audited waits for no more
 
 
@@ -78,20 +70,6 @@ class Answer:
 class _Miss(NamedTuple):
     ids: tuple[int, ...]
     text: str
-
-
-class _Choice(NamedTuple):
-    """The variant that serves a chunk span.
-
-    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind. unlike: [chunk
-    tokens] bool; tokens that are repetitions here and were none there, or the other way round.
-    """
-
-    variant: Name
-    key: str
-    stored: bool
-    exact: bool
-    unlike: Mask
 
 
 class Ready(NamedTuple):
@@ -216,6 +194,7 @@ class RagBlend:
             policy=policy,
             namespace=self.settings.namespace,
         )
+        self._serving = Serving(self.decoder, self.store, self.chunks, policy)
         self._blending = hashlib.blake2b(
             repr((self.fingerprint, self.preamble_ids, self.settings.policy, self.settings.namespace)).encode(),
             digest_size=16,
@@ -475,21 +454,14 @@ class RagBlend:
         corrupt: set[str] = set()
         while True:
             began = time.perf_counter()
-            seen = len(corrupt)
-            choices = self._choose(layout, corrupt)
-            uses, readers = self._look_up(layout.chunks, choices, known, corrupt, read=ratio != 1)
-            if len(corrupt) > seen:  # another variant may be whole
-                for reader in readers:
-                    reader.close()
-                continue
+            served = self._serving.serve(layout, ids, known, corrupt, read=ratio != 1)
             lookup_s = time.perf_counter() - began
-            plan = _plan(layout, ids, known, uses, choices)
+            plan = served.plan
             reused = int(plan.reused.sum())
             try:
                 share = self._share(ratio, selector, plan, least)
-                wanted = [use.stop - use.start for use in uses if use.status in _READ]
                 with LayerLoader(
-                    readers, device=self.decoder.device, dtype=self.decoder.dtype, tokens=wanted
+                    served.readers, device=self.decoder.device, dtype=self.decoder.dtype, tokens=served.tokens
                 ) as loader:
                     began = time.perf_counter()
                     source = loader if reused else None
@@ -498,11 +470,10 @@ class RagBlend:
             except CorruptPayloadError as error:
                 _log.warning("%s", error)
                 corrupt.add(error.key)
-                self._forget(error.key)
+                self._serving.forget(error.key)
                 continue
             finally:
-                for reader in readers:
-                    reader.close()
+                served.close()
             self._controller.observe(
                 bytes_read=loader.bytes_read,
                 load_s=loader.load_s,
@@ -510,7 +481,7 @@ class RagBlend:
                 compute_s=max(0.0, prefill_s - loader.stall_s),
             )
             report = BlendReport(
-                chunks=uses,
+                chunks=served.uses,
                 ratio=prefilled.ratio,
                 bytes_read=loader.bytes_read,
                 lookup_s=lookup_s,
@@ -545,73 +516,6 @@ class RagBlend:
         else:
             choose = self._budget(MaxKL(QUALITIES[ratio]) if isinstance(ratio, str) else ratio, selector)
         return (lambda scores, state: max(least, choose(scores, state))) if least else choose
-
-    def _choose(self, layout: Layout, corrupt: set[str]) -> list[_Choice]:
-        """The variant to serve each chunk span with; one known to be corrupt only where there is no other."""
-        names = VARIANTS[self.settings.policy]
-        spans = layout.chunks
-        stored_ids = [layout.stored_ids_of(span) for span in spans]
-        keys = [{name: self.chunks.key(ids, name) for name in names} for ids in stored_ids]
-        notes = self.store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
-        long = self.decoder.is_long(len(layout.ids))
-        here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
-        choices = []
-        for each, ids, span, repeats in zip(keys, stored_ids, spans, here, strict=True):
-            usable = {name: key for name, key in each.items() if key in notes and key not in corrupt}
-            stored = {name: Note.from_bytes(notes[key], len(ids)).beginning(len(span)) for name, key in usable.items()}
-            behind = digest(layout.ids[: span.start])
-            fits = best(stored, self.settings.policy, repeats, behind)
-            if fits is not None:
-                note = stored[fits]
-                exact = note.behind == behind and self.decoder.is_long(span.stop) == long
-                choices.append(_Choice(fits, each[fits], True, exact, note.repeats != repeats))
-            else:
-                lost = next((name for name in names if each[name] in corrupt), names[0])
-                choices.append(_Choice(lost, each[lost], False, False, repeats))
-        return choices
-
-    def _look_up(
-        self, spans: Sequence[Span], choices: Sequence[_Choice], known: int, corrupt: set[str], *, read: bool
-    ) -> tuple[tuple[ChunkUse, ...], list[PayloadReader]]:
-        """How each chunk span will be served, and an open reader for each hit, in prompt order."""
-        wanted = [choice.key for choice, span in zip(choices, spans, strict=True) if read and span.stop > known]
-        opened = dict(zip(wanted, self.store.open_many(wanted), strict=True))
-        uses: list[ChunkUse] = []
-        readers: list[PayloadReader] = []
-        for choice, span in zip(choices, spans, strict=True):
-            key = choice.key
-            status: ChunkStatus
-            if span.stop <= known:
-                status = "prefix"
-            elif not read:
-                status = "recomputed" if choice.stored else "miss"
-            else:
-                reader, status = opened[key]
-                if status == "corrupt":
-                    corrupt.add(key)
-                if reader is not None and not self._fits(reader, span):
-                    reader.close()
-                    corrupt.add(key)
-                    self._forget(key)
-                if key in corrupt:
-                    status = "corrupt"
-                elif reader is not None:
-                    readers.append(reader)
-                    status = "cut" if span.whole else "hit"
-            uses.append(ChunkUse(key, span.start, span.stop, status, choice.variant))
-        return tuple(uses), readers
-
-    def _forget(self, key: str) -> None:
-        # On a locked, full or read-only disk it stays, and stays corrupt.
-        with contextlib.suppress(StoreError):
-            self.store.delete(key)
-
-    def _fits(self, reader: PayloadReader, span: Span) -> bool:
-        return (
-            reader.n_tokens == len(span.whole or span)
-            and reader.dtype == self.decoder.dtype
-            and reader.shapes == self.decoder.shapes
-        )
 
     def steps(self, ready: Ready, settings: DecodeSettings, *, marks: bool = False) -> Generator[Step, None, None]:
         """Decode a prefilled prompt, taking the turn for one token at a time: several answers grow side by side.
@@ -845,20 +749,3 @@ class RagBlend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[_Choice]) -> Plan:
-    """Sort the tokens of a prompt into known, reused and fresh."""
-    hits = [(use, choice) for use, choice in zip(uses, choices, strict=True) if use.status in _READ]
-    for use, _ in hits:
-        # Payloads are read whole: what is known of a chunk's beginning is read again.
-        if use.start < known < use.stop:
-            known = use.start
-    reused, settled, unlike, shallow = (torch.zeros(len(ids), dtype=torch.bool) for _ in range(4))
-    for use, choice in hits:
-        reused[use.start : use.stop] = True
-        settled[use.start : use.stop] = choice.exact
-        unlike[use.start : use.stop] = torch.from_numpy(choice.unlike)
-        shallow[use.start : use.stop] = choice.variant in ("alone", "head") and not choice.exact
-    chunks = tuple((use.start, use.stop) for use, _ in hits)
-    return Plan(ids, known, reused, settled, chunks, layout.question, unlike, shallow)

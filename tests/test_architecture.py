@@ -30,9 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "idle": NOUNS,
     "settings": NOUNS | {"prompt", "blend", "audit"},
     "chunks": NOUNS | ENGINE_ROOMS | {"blend", "audit"},
-    "engine": NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks"},
+    "serving": NOUNS | ENGINE_ROOMS | {"blend", "chunks"},
+    "engine": NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks", "serving"},
 }
-ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks", "engine"}
+ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks", "serving", "engine"}
 APPLICATIONS: dict[str, set[str]] = {
     "kb": ENGINE,
     "evaluation": ENGINE | {"kb"},
