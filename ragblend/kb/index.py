@@ -63,8 +63,8 @@ CREATE TABLE kv (
 ) WITHOUT ROWID;
 CREATE INDEX kv_of_key ON kv (key);
 CREATE TABLE behind (key TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (key, digest)) WITHOUT ROWID;
+CREATE TABLE loose (key TEXT PRIMARY KEY) WITHOUT ROWID;
 """
-_LOOSE = "CREATE TABLE loose (key TEXT PRIMARY KEY) WITHOUT ROWID"
 _STALE = "key IN (SELECT key FROM behind WHERE digest NOT IN (SELECT digest FROM chunks))"
 
 
@@ -138,11 +138,10 @@ class DocumentIndex:
                 raise
 
     def _prepare(self) -> None:
-        if self._version() in (0, 2):
+        if self._version() == 0:
             with self._transaction():
-                version = self._version()  # asked again: another process may have been faster
-                if version in (0, 2):  # format 2 is the same without loose keys
-                    for statement in (*(_SCHEMA.split(";") if version == 0 else ()), _LOOSE):
+                if self._version() == 0:  # asked again: another process may have been faster
+                    for statement in _SCHEMA.split(";"):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
         if (version := self._version()) != FORMAT_VERSION:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragblend.errors import IngestError, StoreError
+from ragblend.errors import IngestError, StoreError, StoreFormatError
 from ragblend.kb.index import DocumentIndex, KVEntry, NewChunk
 
 DIMENSIONS = 8
@@ -102,15 +102,19 @@ def test_an_ingest_knows_whether_it_is_alone(tmp_path: Path) -> None:
             assert alone()
 
 
-def test_an_index_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_an_index_of_a_former_format_is_refused(tmp_path: Path, version: int) -> None:
     with DocumentIndex(tmp_path) as index:
         put(index, "a", [chunk("t", 1, KVEntry("one"))])
     with closing(sqlite3.connect(tmp_path / "index.db")) as db:
-        db.execute("DROP TABLE loose")
-        db.execute("PRAGMA user_version = 2")
-    with DocumentIndex(tmp_path) as index:
-        assert closest(index, chunk("", 1).vector) == ["t"]
-        assert remove(index, "a") == ["one"]
+        db.execute("DROP TABLE behind")
+        db.execute("ALTER TABLE kv ADD COLUMN behind BLOB")
+        if version == 2:
+            db.execute("DROP TABLE loose")
+        db.execute(f"PRAGMA user_version = {version}")
+    for _ in range(2):
+        with pytest.raises(StoreFormatError, match=f"has format {version}, .* delete the folder .* and ingest again"):
+            DocumentIndex(tmp_path)
 
 
 def test_a_document_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
