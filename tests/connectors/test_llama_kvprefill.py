@@ -16,6 +16,7 @@ from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodePar
 from llama_index.core.schema import BaseNode, Document, TextNode
 from llama_index.llms.ragblend import RagBlendLLM
 from llama_index.node_parser.ragblend import KVPrefill
+from llama_index.node_parser.ragblend import base as node_parser
 
 from ragblend.errors import ContextWindowError, InvalidSettingError
 
@@ -133,7 +134,9 @@ def test_it_takes_the_llm_or_the_engine(llm: RagBlendLLM, engine: Recorder) -> N
         KVPrefill(llm=llm, engine=engine)
 
 
-def test_the_fields_say_what_stored_kv_depends_on(make_engine: MakeEngine, engine: Recorder) -> None:
+def test_the_fields_say_what_stored_kv_depends_on(
+    make_engine: MakeEngine, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = KVPrefill(engine=engine).to_dict()
     assert KVPrefill(engine=make_engine()).to_dict() == fields, "same model, preamble and folder"
     other_head = KVPrefill(engine=make_engine(preamble="Read this: ")).to_dict()
@@ -144,6 +147,9 @@ def test_the_fields_say_what_stored_kv_depends_on(make_engine: MakeEngine, engin
     other_store = KVPrefill(engine=make_engine(store="other")).to_dict()
     assert other_store["model_fingerprint"] == fields["model_fingerprint"]
     assert other_store["store_epoch"] != fields["store_epoch"]
+    monkeypatch.setattr(node_parser, "KEY_FORMAT_VERSION", 0)
+    other_format = KVPrefill(engine=engine).to_dict()
+    assert other_format["model_fingerprint"] != fields["model_fingerprint"], "under other keys nothing is found"
 
 
 def test_the_store_epoch_lives_as_long_as_the_store(

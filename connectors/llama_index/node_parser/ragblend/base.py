@@ -20,6 +20,7 @@ from ragblend.blend.variants import neighbours_of, texts_before
 from ragblend.chunks import IngestReport
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
+from ragblend.prompt.chunk import KEY_FORMAT_VERSION
 
 
 class KVPrefill(TransformComponent):
@@ -52,7 +53,7 @@ class KVPrefill(TransformComponent):
         InvalidSettingError: neither or both are given.
     """
 
-    model_fingerprint: str = Field(description="Digest of weights, dtype, tokenizer, preamble and policy.")
+    model_fingerprint: str = Field(description="Digest of weights, dtype, tokenizer, preamble, policy and key format.")
     store_epoch: str = Field(description="Names this store folder, from its making to its deletion.")
     window_metadata_key: str | None = Field(description="Metadata key of the text that replaces a node's own.")
 
@@ -146,4 +147,5 @@ def _neighbours(engine: RagBlend, nodes: Sequence[BaseNode], texts: Sequence[str
 def _fingerprint(engine: RagBlend) -> str:
     settings = engine.settings
     before = ",".join([settings.policy, settings.namespace, *map(str, engine.preamble_ids)])
-    return hashlib.blake2b(f"{engine.fingerprint}:{before}".encode(), digest_size=16).hexdigest()
+    described = f"{KEY_FORMAT_VERSION}:{engine.fingerprint}:{before}"
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
