@@ -174,6 +174,9 @@ class StoredChunks:
                     if ids := self._prompts.encode_text(text):
                         before = writer.written
                         offered = () if neighbours is None else neighbours[number]
+                        listed = isinstance(offered, Sequence) and not isinstance(offered, str)
+                        if not listed or not all(isinstance(other, str) for other in offered):
+                            raise IngestError(f"neighbours are a list of texts for each text, not {offered!r:.80}")
                         entries += [Entry(number, *each) for each in self._variants(text, ids, offered, writer)]
                         new = writer.written - before
                         computed, stored, tokens = computed + (new > 0), stored + (new == 0), tokens + new * len(ids)

@@ -235,6 +235,13 @@ def test_every_text_has_its_neighbours(engine: RagBlend, neighbours: list[list[s
     assert len(engine.store) == 0
 
 
+@pytest.mark.parametrize("neighbours", [FERRY, None, [FERRY, None]], ids=["text", "none", "no_text"])
+def test_neighbours_are_lists_of_texts(engine: RagBlend, neighbours: Any) -> None:
+    with pytest.raises(IngestError, match="a list of texts for each text, not "):
+        engine.ingest([COPPER], neighbours=[neighbours])
+    assert len(engine.store) == 0
+
+
 def test_texts_that_come_one_by_one_may_not_outnumber_their_neighbours(engine: RagBlend) -> None:
     neighbours = [[FERRY], [FERRY]]
     assert engine.ingest(iter([COPPER, LAMP]), neighbours=neighbours).computed == 2
