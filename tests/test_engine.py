@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_prefill import UntilClosed
 from tiny_models import tiny_model
 from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, MaxKL, Message, RagBlend
 from ragblend.blend.budget import RATIOS, Budget, Samples
-from ragblend.blend.prefill import Prefilled, prefill
+from ragblend.blend.prefill import prefill
 from ragblend.blend.selectors import HKVD, QuestionAttention
 from ragblend.errors import (
     ContextWindowError,
@@ -455,20 +456,13 @@ def test_closing_while_a_stream_is_open(tmp_path: Path) -> None:
 
 
 def test_what_is_done_for_ram_only_ends_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, begun, blocks = make_engine(tmp_path / "kv"), threading.Event(), []
-
-    def block(*args: Any) -> Prefilled:
-        blocks.append(args)
-        begun.set()
-        while not engine.closed:
-            time.sleep(0.01)
-        return prefill(*args)
-
-    monkeypatch.setattr("ragblend.engine.prefill", block)
+    engine = make_engine(tmp_path / "kv")
+    slow = UntilClosed(engine)
+    monkeypatch.setattr("ragblend.engine.prefill", slow)
     engine.warm(" ".join(TEXTS * 2))  # two blocks
-    assert begun.wait(30)
+    assert slow.begun.wait(30)
     engine.close()
-    assert len(blocks) == 1
+    assert slow.calls == 1
 
 
 def test_nothing_is_prefilled_ahead_that_could_not_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from slow_prefill import UntilClosed
 from tiny_models import tiny_model
 from tiny_tokenizers import BUILDERS
 
 from ragblend import Audit, Chunk, RagBlend
 from ragblend.audit import Audited, AuditLog, Guard
-from ragblend.blend.prefill import Prefilled, prefill
 from ragblend.errors import InvalidSettingError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder
@@ -187,21 +185,13 @@ def test_closing_waits_for_an_audit_for_a_while_only(store: KVStore, monkeypatch
     monkeypatch.setattr("ragblend.idle._PATIENCE_S", 0.0)
     engine = engine_on(store, audit=Audit(share=1.0))
     engine.ingest(TEXTS)
-    begun, blocks = threading.Event(), []
-
-    def block(*args: Any) -> Prefilled:
-        blocks.append(args)
-        begun.set()
-        while not engine.closed:
-            time.sleep(0.01)
-        return prefill(*args)
-
+    slow = UntilClosed(engine)
     with engine.stream(prompt((2, 0, 1)), ratio=0.0, max_tokens=2) as stream:
-        monkeypatch.setattr("ragblend.engine.prefill", block)
+        monkeypatch.setattr("ragblend.engine.prefill", slow)
         list(stream)
-    assert begun.wait(30)
+    assert slow.begun.wait(30)
     engine.close()
-    assert len(blocks) == 1
+    assert slow.calls == 1
     assert engine.audits().audited == 0
 
 
