@@ -15,6 +15,8 @@ from transformers import (
     GlmForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -107,6 +109,19 @@ OTHER_FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
             eos_token_id=1,
             original_max_position_embeddings=LONGROPE_BORDER,
             rope_parameters=dict(LONGROPE),
+        )
+    ),
+    # Learned sinks, and one angle for each pair of dimensions.
+    "gpt-oss": lambda vocab: GptOssForCausalLM(
+        GptOssConfig(
+            **SIZES,
+            vocab_size=vocab,
+            pad_token_id=0,
+            eos_token_id=1,
+            sliding_window=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=dict(YARN),
         )
     ),
     # An attention function of its own choice, for "sdpa" knows no softcap.

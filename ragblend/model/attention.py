@@ -29,7 +29,7 @@ from torch import Tensor
 
 ATTENTION_NAME = "ragblend"
 
-_UNKNOWN_FEATURES = {"s_aux": "learned sinks", "position_bias": "a bias by position"}
+_UNKNOWN_FEATURES = {"position_bias": "a bias by position"}
 # Rows in a block. Smaller blocks look at fewer keys beyond the diagonal; larger ones fill the matrix units and, on a
 # GPU, need fewer launches. The fused CPU kernel tiles queries by 64, so other multiples cost more per row.
 _BLOCK_ROWS = {"cpu": 128, "cuda": 512}
@@ -146,6 +146,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of selected rows. Signature of a transformers attention function, with `CausalRows` as the mask.
@@ -155,12 +156,13 @@ def attend(
         key, value: [1, kv_heads, keys, dim] with keys >= attention_mask.stop; keys rotated.
         sliding_window: keys a row may see, itself included; None for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+        s_aux: [heads]; learned sinks (gpt-oss): one more logit in each head's softmax, whose weight goes nowhere.
 
     Returns:
         ([1, rows, heads, value_dim], None).
 
     Raises:
-        NotImplementedError: for attention features it does not know (learned sinks, position bias).
+        NotImplementedError: for attention features it does not know (a bias by position).
     """
     unknown = [f"{what} ({name})" for name, what in _UNKNOWN_FEATURES.items() if kwargs.get(name) is not None]
     if unknown:
@@ -171,7 +173,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < rows.stop else None
 
-    plain = softcap is None and rows.invisible is None and rows.probe is None and window is None
+    plain = softcap is None and s_aux is None and rows.invisible is None and rows.probe is None and window is None
     short_past = rows.start == 0 or (len(rows) >= _LARGE_TILES and 2 * rows.start <= len(rows))
     if plain and rows.is_run and len(rows) > 1 and short_past:
         # Rows of nothing in the place of a short past: with many rows they cost less than a mask for all others.
@@ -186,17 +188,11 @@ def attend(
         q = query[:, :, block.start : block.stop]
         k = key[:, :, block.key_start : block.key_stop]
         v = value[:, :, block.key_start : block.key_stop]
-        if softcap is not None or rows.probe is not None or (q.shape[2] == 1 and _explicit_is_faster(q, k, v)):
-            attended = _explicit(q, k, v, block, scale, softcap, rows.probe)
-        elif q.is_cuda:
-            # Fused CUDA kernels take a mask or grouped heads, not both: fold the group into the rows instead.
-            groups = q.shape[1] // k.shape[1]
-            packed = q.reshape(1, k.shape[1], groups * q.shape[2], q.shape[3])
-            mask = None if block.mask is None else block.mask.repeat(groups, 1)
-            attended = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
-            attended = attended.reshape(1, q.shape[1], q.shape[2], v.shape[3])
+        one_row = q.shape[2] == 1 and (s_aux is not None or _explicit_is_faster(q, k, v))
+        if softcap is not None or rows.probe is not None or one_row:
+            attended = _explicit(q, k, v, block, scale, softcap, s_aux, rows.probe)
         else:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=True)
+            attended = _fused(q, k, v, block.mask, scale, s_aux)
         if block.stop - block.start == len(rows):
             return attended.transpose(1, 2), None
         if out is None:
@@ -204,6 +200,34 @@ def attend(
         out[:, block.start : block.stop] = attended.transpose(1, 2)
     assert out is not None
     return out, None
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [1, heads, rows, dim]; k, v: [1, kv_heads, keys, dim]; mask: [rows, keys]. Returns [1, heads, rows, dim]."""
+    if sinks is not None:
+        # One more key and value, of zeros: its logit is what the mask adds, and its weight is of no account.
+        k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
+        mask = _with_sinks(q.new_zeros(()) if mask is None else mask, sinks, q.shape[2], k.shape[2])
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    # Fused CUDA kernels take a mask or grouped heads, not both: fold the group into the rows instead.
+    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    packed = q.reshape(1, kv_heads, groups * q.shape[2], q.shape[3])
+    if mask is not None:
+        mask = mask.repeat(groups, 1) if mask.ndim == 2 else mask.reshape(1, kv_heads, -1, mask.shape[-1])
+    attended = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    return attended.reshape(1, q.shape[1], q.shape[2], v.shape[3])
+
+
+def _with_sinks(logits: Tensor, sinks: Tensor, n_rows: int, n_keys: int) -> Tensor:
+    """[1, heads, rows, keys], of which the first is each head's sink.
+
+    logits: of the others, of a shape that can be expanded. sinks: [heads].
+    """
+    made = logits.new_empty((1, len(sinks), n_rows, n_keys))
+    made[..., :1] = sinks.to(logits.dtype)[:, None, None]
+    made[..., 1:] = logits
+    return made
 
 
 def _explicit_is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -222,7 +246,7 @@ def _race(dtype: torch.dtype, heads: int, kv_heads: int, key_dim: int, value_dim
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(9):
         started = time.perf_counter()
-        _explicit(q, k, v, block, 1.0, None, None)
+        _explicit(q, k, v, block, 1.0, None, None, None)
         between = time.perf_counter()
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         seconds[0].append(between - started)
@@ -231,7 +255,14 @@ def _race(dtype: torch.dtype, heads: int, kv_heads: int, key_dim: int, value_dim
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap: float | None, probe: AttentionProbe | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    probe: AttentionProbe | None,
 ) -> Tensor:
     """Softmax attention spelled out, for few rows: a one-row fused kernel is slower on a CPU, and none gives weights.
 
@@ -249,9 +280,12 @@ def _explicit(
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if block.mask is not None:
         logits.view(kv_heads, -1, n_rows, n_keys).add_(block.mask)
-    weights = torch.softmax(logits, dim=-1)
+    if sinks is not None:
+        logits = _with_sinks(logits.view(1, heads, n_rows, n_keys), sinks, n_rows, 1 + n_keys)
+        logits = logits.view(kv_heads, -1, 1 + n_keys)
+    weights = torch.softmax(logits, dim=-1)[..., -n_keys:]
     if probe is not None and probe.first_row < block.stop:
         skip = max(0, probe.first_row - block.start)
-        watched = weights.view(heads, n_rows, n_keys)[:, skip:].sum((0, 1))
+        watched = weights.reshape(heads, n_rows, n_keys)[:, skip:].sum((0, 1))
         probe.mass[block.key_start : block.key_stop] += watched.to(probe.mass.device)
     return torch.bmm(weights.to(v.dtype), values).view(1, heads, n_rows, v.shape[-1])

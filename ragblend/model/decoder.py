@@ -471,7 +471,9 @@ class Decoder:
         cos, sin = (part[:, :n_rows] for part in rows.angles[kind])
         size = made.key.float().abs().max().clamp_min(1e-9)
         errors: dict[int, float] = {}
-        for width in (cos.shape[-1], 0):
+        for width in (cos.shape[-1], 2 * cos.shape[-1], 0):  # some models have one angle for each pair
+            if width > made.key.shape[-1]:
+                continue
             try:
                 rotated = self._rope.rotate(unrotated.key, (cos, sin), width)
             except (RuntimeError, TypeError):  # not of this width, or not a function of these

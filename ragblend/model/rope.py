@@ -21,7 +21,7 @@ from ragblend.errors import UnsupportedModelError
 USE_RATHER = "use a RoPE decoder such as Llama, Qwen, Mistral, Gemma or SmolLM"
 
 Angles = tuple[Tensor, Tensor]
-"""(cos, sin), each [1, tokens, rotary_dim], attention scaling included."""
+"""(cos, sin), each [1, tokens, rotary_dim], or half of it (gpt-oss), attention scaling included."""
 
 
 @dataclass(frozen=True)

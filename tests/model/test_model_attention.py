@@ -1,4 +1,4 @@
-"""Block attention of selected rows equals dense masked attention, whatever the rows, window, groups and softcap."""
+"""Block attention of selected rows equals dense masked attention, whatever the rows, window, softcap and sinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ class Layer(torch.nn.Module):
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, rows: CausalRows, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: CausalRows,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition: every logit, one mask, softmax. Returns (output, weights [heads, rows, keys])."""
     groups = q.shape[1] // k.shape[1]
@@ -28,7 +34,10 @@ def dense(
         seen &= keys[None] > rows.positions[:, None] - window
     if rows.invisible is not None:
         seen &= ~rows.invisible[None, : k.shape[2]]
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(1, -1, logits.shape[2], 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : len(keys)]
     return (weights @ v).transpose(1, 2), weights[0]
 
 
@@ -50,7 +59,10 @@ ROWS = {
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("hide", [False, True])
 @pytest.mark.parametrize("probe", [False, True])
-def test_equals_dense_attention(name: str, window: int | None, softcap: float | None, hide: bool, probe: bool) -> None:
+@pytest.mark.parametrize("sink", [False, True])
+def test_equals_dense_attention(
+    name: str, window: int | None, softcap: float | None, hide: bool, probe: bool, sink: bool
+) -> None:
     generator = torch.Generator().manual_seed(len(name))
     q = torch.randn(1, 6, len(ROWS[name]), 16, generator=generator)
     keys = max(200, *ROWS[name]) + 10
@@ -61,13 +73,14 @@ def test_equals_dense_attention(name: str, window: int | None, softcap: float | 
         invisible = torch.zeros(keys, dtype=torch.bool)
         invisible[[3, 40, 41, 42]] = True
         invisible[positions] = False  # a row always sees itself
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0, 4.0, -torch.inf]) if sink else None
     mass = torch.zeros(keys)
     first_row = len(positions) // 2
     rows = CausalRows(positions, torch.device("cpu"), invisible, AttentionProbe(first_row, mass) if probe else None)
-    expected, weights = dense(q, k, v, rows, window, softcap)
+    expected, weights = dense(q, k, v, rows, window, softcap, sinks)
     for _ in range(2):  # the second time the kept masks are used
         mass.zero_()
-        got, _ = attend(Layer(), q, k, v, rows, sliding_window=window, softcap=softcap)
+        got, _ = attend(Layer(), q, k, v, rows, sliding_window=window, softcap=softcap, s_aux=sinks)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         if probe:
             torch.testing.assert_close(mass, weights[:, first_row:].sum((0, 1)), atol=1e-4, rtol=1e-4)
@@ -81,7 +94,7 @@ def test_products_too_large_for_half_precision() -> None:
     v = torch.randn(1, 2, 64, 128, generator=generator).half()
     rows = CausalRows(torch.arange(64), torch.device("cpu"), probe=AttentionProbe(0, torch.zeros(64)))
     assert (q[:, :2] @ k.transpose(2, 3)).isinf().any()
-    expected, weights = dense(q.float(), k.float(), v.float(), rows, None, None)
+    expected, weights = dense(q.float(), k.float(), v.float(), rows)
     torch.testing.assert_close(attend(Layer(), q, k, v, rows)[0].float(), expected, atol=0.02, rtol=0.02)
     assert rows.probe is not None
     torch.testing.assert_close(rows.probe.mass, weights.sum((0, 1)), atol=0.5, rtol=0.02)
@@ -108,5 +121,5 @@ def test_rows_far_apart_do_not_share_a_block() -> None:
 def test_unknown_attention_features_are_not_ignored() -> None:
     rows = CausalRows(torch.tensor([0]), torch.device("cpu"))
     one = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(NotImplementedError, match="s_aux"):
-        attend(Layer(), one, one, one, rows, s_aux=torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        attend(Layer(), one, one, one, rows, position_bias=torch.zeros(1))

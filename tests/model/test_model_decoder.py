@@ -111,7 +111,6 @@ def test_weights_are_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, r"learned sinks \(s_aux\)"),
         ("Falcon", {}, "not through transformers' attention interface"),
         ("HunYuanDenseV1", {"head_dim": 16}, "does not rotate its keys with the model's rotary embedding alone"),
         ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "in its config"),
