@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -122,6 +124,12 @@ OTHER_FAMILIES: dict[str, Callable[[int], PreTrainedModel]] = {
             num_local_experts=4,
             num_experts_per_tok=2,
             rope_parameters=dict(YARN),
+        )
+    ),
+    # Takes a view of what attention gives; experts, a gate behind attention, layers without positions.
+    "afmoe": lambda vocab: AfmoeForCausalLM(
+        AfmoeConfig(
+            **SIZES, vocab_size=vocab, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, sliding_window=24
         )
     ),
     # An attention function of its own choice, for "sdpa" knows no softcap.

@@ -507,7 +507,8 @@ def _attention(
     n_rows = len(attention_mask)
     attended, weights = attend(module, query[:, :, :n_rows], key, value, attention_mask, **kwargs)
     spare = query.shape[2] - n_rows
-    return F.pad(attended, (0, 0, 0, 0, 0, spare)) if spare else attended, weights
+    # Contiguous, as transformers' own functions have it: some layers take a view of it.
+    return F.pad(attended, (0, 0, 0, 0, 0, spare)) if spare else attended.contiguous(), weights
 
 
 def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.Module:

@@ -74,14 +74,20 @@ class Rope:
         """Prompts of up to so many tokens have the same frequencies; the window, where all have.
 
         Raises:
-            UnsupportedModelError: longer prompts do not have the same ones among each other.
+            UnsupportedModelError: longer prompts do not have the same ones among each other, or some layers have none.
         """
 
         def frequencies(tokens: int) -> Tensor:
             angles = self.angles(torch.tensor([1, max(1, tokens - 1)]), like)
             return torch.cat([part[0, 0].float() for pair in angles.values() for part in pair])
 
-        short, long = frequencies(1), frequencies(window_tokens)
+        try:
+            short, long = frequencies(1), frequencies(window_tokens)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} does not give angles for the positions of every kind of layer "
+                f"({type(error).__name__}: {error}); {USE_RATHER}"
+            ) from error
         if torch.equal(short, long):
             return window_tokens
         steady, changed = 1, window_tokens

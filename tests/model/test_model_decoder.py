@@ -114,6 +114,7 @@ def test_weights_are_the_models_own() -> None:
         ("Falcon", {}, "not through transformers' attention interface"),
         ("HunYuanDenseV1", {"head_dim": 16}, "does not rotate its keys with the model's rotary embedding alone"),
         ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "in its config"),
+        ("Beam", {"sliding_window": 20}, "BeamRotaryEmbedding does not give angles for the positions of every kind"),
         ("Lfm2", {"layer_types": ["full_attention", *["conv"] * 4]}, "layer 1 of Lfm2ForCausalLM is a conv layer"),
         (
             "MiniCPM3",
