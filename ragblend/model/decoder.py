@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import io
 import json
 import os
 import sys
@@ -199,6 +200,7 @@ class Decoder:
             UnsupportedModelError: it is not a RoPE decoder, or its layers give other results here than in its own
                 forward.
         """
+        model = cast(PreTrainedModel, uncompiled(model))
         config = model.config.get_text_config()
         name = type(model).__name__
         _refuse_config(model.config, name)
@@ -225,7 +227,7 @@ class Decoder:
             raise UnsupportedModelError(
                 f"{name} is not one list of decoder layers between an embedding and a language-model head; {USE_RATHER}"
             )
-        self._layers: list[Any] = list(layers[: config.num_hidden_layers])
+        self._layers: list[Any] = [uncompiled(layer) for layer in layers[: config.num_hidden_layers]]
         self._embed_tokens = cast(nn.Embedding, embed_tokens)
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
         self._rope = Rope.of(base, self._layers[0], tuple(layer_types) if layer_types else None)
@@ -402,7 +404,9 @@ class Decoder:
         hooks.append(self._layers[0].register_forward_pre_hook(enter_first, with_kwargs=True))
         hooks.append(self._layers[-1].register_forward_hook(leave_last))
         try:
-            logits = self.model(input_ids=ids.to(self.device)[None], use_cache=True).logits[0].float()
+            # Nothing is compiled for the one call, and hooks that compilers cannot read are none of theirs.
+            with torch.compiler.set_stance("force_eager"):
+                logits = self.model(input_ids=ids.to(self.device)[None], use_cache=True).logits[0].float()
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}'s own forward fails on {len(ids)} tokens and an empty cache: "
@@ -520,7 +524,8 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
     Args:
         configs: copies of configs met so far, by the id of the original.
     """
-    children = {name: child and _redirected(child, configs) for name, child in module.named_children()}
+    module = uncompiled(module)
+    children = {name: _redirected(child, configs) for name, child in module.named_children()}
     config = vars(module).get("config")
     if not isinstance(config, PreTrainedConfig) and all(module._modules[name] is children[name] for name in children):
         return module
@@ -533,6 +538,11 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
             configs[id(config)]._attn_implementation_internal = ATTENTION_NAME
         twin.__dict__["config"] = configs[id(config)]
     return twin
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What torch.compile has wrapped, if it has: code compiled for it would not attend by `_attention`."""
+    return cast(nn.Module, getattr(module, "_orig_mod", module))
 
 
 def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
@@ -566,12 +576,20 @@ def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
     config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG}
     weights = xxhash.xxh3_128()
     seen: set[int] = set()
-    for name, tensor in sorted(model.state_dict().items()):
+    # Compiled or not, they have one name.
+    state: dict[str, Any] = {name.replace("_orig_mod.", ""): kept for name, kept in model.state_dict().items()}
+    for name, tensor in sorted(state.items()):
+        if type(tensor) is not Tensor or tensor.is_quantized:  # packed, as quantised layers keep theirs
+            saved = io.BytesIO()
+            torch.save(tensor, saved)
+            weights.update(name.encode() + saved.getvalue())
+            continue
         if tensor.data_ptr() in seen:  # tied
             continue
         seen.add(tensor.data_ptr())
         weights.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        weights.update(content)
     described = json.dumps([config, str(dtype), weights.hexdigest()], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
 

@@ -25,6 +25,7 @@ from ragblend.model.decoder import (
     PreTrainedTokenizerBase,
     load_pretrained,
     save_without_quantization,
+    uncompiled,
 )
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def load_model(
         ModelNotFoundError, UnsupportedModelError, InvalidSettingError.
     """
     if isinstance(model, tuple):
-        if len(model) != 2 or not isinstance(model[0], PreTrainedModel):
+        if len(model) != 2 or not isinstance(uncompiled(model[0]), PreTrainedModel):
             raise InvalidSettingError("a preloaded model is given as a pair (transformers model, tokenizer)")
         return model
     where = _device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import SIZES, tiny_model
 from torch import Tensor
+from torch.ao.quantization import quantize_dynamic
 from transformers import LlamaForCausalLM
 
+from ragblend.blend.prefill import full_plan, prefill
+from ragblend.blend.selectors import RecomputeNone
 from ragblend.errors import UnsupportedModelError
 from ragblend.model.decoder import Decoder
+from ragblend.model.sources import load_model
 
 IDS = torch.arange(7, 57)[None]
 
@@ -83,6 +88,46 @@ def test_forwards_that_others_have_hooked_are_those_of_the_copies() -> None:
     Decoder(model)
     for now, then in zip(answers(model), before, strict=True):
         assert torch.equal(now, then)
+
+
+def compiled_in_part(model: Any, part: str) -> Any:
+    """As torch.compile leaves it: the whole model, its layers, or one module of each; or compiled in place."""
+    if part == "model":
+        return torch.compile(model, backend="eager")
+    if part == "in place":
+        model.compile(backend="eager")
+        return model
+    layers = model.model.layers
+    for n, layer in enumerate(layers):
+        if part == "layer":
+            layers[n] = torch.compile(layer, backend="eager")
+        else:
+            setattr(layer, part, torch.compile(getattr(layer, part), backend="eager"))
+    return model
+
+
+@pytest.mark.parametrize("part", ["model", "in place", "layer", "self_attn", "mlp"])
+def test_compiled_models_are_driven_like_others_and_stay_compiled(part: str) -> None:
+    model = compiled_in_part(tiny_model("llama"), part)
+    decoder = Decoder(load_model((model, None))[0])  # type: ignore[arg-type]
+    assert decoder.fingerprint == Decoder(tiny_model("llama")).fingerprint
+    with torch.inference_mode():
+        expected = tiny_model("llama")(input_ids=IDS).logits
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+        done = prefill(decoder, decoder.new_cache(50), full_plan(IDS[0]), None, RecomputeNone(), 0.0)
+    torch.testing.assert_close(done.logits, expected[0, -1], atol=1e-4, rtol=0)
+
+
+def test_quantised_linear_layers_are_driven_and_named_by_what_they_hold() -> None:
+    """Theirs are no tensors: torch.ao packs weight and bias into one object."""
+
+    def quantised(seed: int) -> Decoder:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.ao is deprecated, and in use
+            return Decoder(quantize_dynamic(tiny_model("llama", seed=seed), {torch.nn.Linear}, dtype=torch.qint8))
+
+    assert quantised(0).fingerprint == quantised(0).fingerprint
+    assert len({quantised(0).fingerprint, quantised(1).fingerprint, Decoder(tiny_model("llama")).fingerprint}) == 3
 
 
 def test_weights_on_several_devices_or_another_kind_are_refused(tmp_path: Path) -> None:
