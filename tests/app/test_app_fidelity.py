@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from command_line import Cli
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation import fidelity, leaks
@@ -80,6 +82,27 @@ def test_ratio_one_is_a_full_prefill_and_less_is_not(measured: dict[str, Any]) -
         elif name.endswith("@0"):
             assert row["kl"] > 1e-7, name
             assert row["rows_fraction"] < 0.7, name
+
+
+def test_chunks_are_reused_where_they_have_the_same_ids_as_text(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    """With a token for each character, the warm-up's prompt is that of the first question, id for id."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    backend = Tokenizer(models.WordLevel({char: n for n, char in enumerate(map(chr, range(256)))}, unk_token="\0"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    rows = fidelity.run(
+        model=str(tmp_path),
+        data=data,
+        chunks=3,
+        chunk_tokens=200,
+        limit=1,
+        ratios=(0.0,),
+        strategies=("blend",),
+        answer_tokens=2,
+    )["strategies"]
+    assert rows["blend@0"]["kl"] > 1e-7
+    assert 0.0 < rows["blend@0"]["rows_fraction"] < 0.7
 
 
 def test_strangers_stand_in_no_prompt_of_the_chunk() -> None:
