@@ -9,7 +9,9 @@ loop's worker, our own that works in idle time) make everything that follows hal
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
@@ -22,6 +24,10 @@ class Turn:
     """A lock for whoever computes. Where several threads take turns, each one's team ends with its turn."""
 
     def __init__(self) -> None:
+        self._begin()
+        _turns.add(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._last: int | None = None
         self._shared = False
@@ -40,6 +46,19 @@ class Turn:
                 disband()
         finally:
             self._lock.release()
+
+
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked process: whoever had the turn is not there, and what was half computed is nobody's."""
+    for turn in _turns:
+        turn._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def disband() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -83,3 +84,28 @@ def test_one_computes_at_a_time_and_an_error_ends_the_turn() -> None:
         thread.join()
     with turn:
         assert max(most) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_process_has_the_turn_that_a_thread_of_its_parent_had() -> None:
+    """As where an audit computes in the background while a server forks its workers."""
+    turn, taken, ended = Turn(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with turn:
+            taken.set()
+            ended.wait()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    taken.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)  # ends a child that waits
+        with turn:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert turn._lock.locked(), "the parent's is as it was"
+    ended.set()
+    thread.join()
+    assert status == 0
