@@ -1,7 +1,7 @@
-"""What makes a folder a store: its marker, its size limit, and the lock for files on their way into the index.
+"""What makes a folder a store: its marker, its size limit, and the lock for files on their way in or out.
 
 The marker says the format, the size limit that the store was last opened with, and its epoch. The lock is held shared
-while a payload file is written and its row is not committed yet.
+while a payload file is there that no row knows: its row is not committed yet, or is gone already.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def default_limit_bytes(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def adding_file(directory: Path) -> Iterator[None]:
-    """Held while a file is on disk whose row is not committed yet, so that nobody takes it for an orphan.
+def changing_files(directory: Path) -> Iterator[None]:
+    """Held while files come and go, one before its row and one after it, so that nobody takes them for orphans.
 
     The system releases the lock when the process dies, however it dies.
     """
@@ -96,7 +96,7 @@ def adding_file(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_settled(directory: Path, *, patience_s: float, read_only: bool = False) -> Iterator[bool]:
-    """True while no file is being added anywhere; False where that could not be had within patience_s."""
+    """True while no file is being added or removed anywhere; False where that could not be had within patience_s."""
     if sys.platform == "win32":
         yield False
         return

@@ -1,7 +1,7 @@
 """The folder of stored chunks: verbs over two diskcache tables.
 
     <directory>/ragblend.json      marker: format, size limit, epoch (see folder.py)
-    <directory>/ragblend.lock      held shared while a payload file is on its way into the index
+    <directory>/ragblend.lock      held shared while a payload file is on its way in or out
     <directory>/kv/                cache.db (SQLite) and one <random>.safetensors a chunk
     <directory>/texts/             cache.db only: small opaque records about chunk texts
     <directory>/<name>.json        small documents, such as what calibration found
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
 from ragblend.errors import CorruptPayloadError, InvalidSettingError, StoreError, StoreFormatError, StoreFullError
 from ragblend.store.folder import (
     MARKER,
-    adding_file,
+    changing_files,
     claim,
     default_limit_bytes,
     files_settled,
@@ -208,7 +208,8 @@ class KVStore:
             if not self._kv.rows("SELECT 1 FROM sqlite_master WHERE name = 'Cache_label'"):
                 with self._kv.writing() as sql:
                     sql(f"CREATE INDEX IF NOT EXISTS Cache_label ON Cache ({_LABEL})")
-            self._kv.shrink()
+            with changing_files(self.directory):
+                self._kv.shrink()
             self._texts = Table(self.directory / "texts", policy="least-recently-stored")
             with files_settled(self.directory, patience_s=0.0) as settled:
                 if settled:
@@ -258,7 +259,7 @@ class KVStore:
                     f"{self.size_limit_bytes} bytes: raise size_limit_bytes, or make chunks smaller"
                 )
             name = f"{os.urandom(16).hex()}.safetensors"
-            with adding_file(self.directory):
+            with changing_files(self.directory):
                 try:
                     _write_file(self._kv_directory / name, pieces)
                     with self._kv.writing():
@@ -298,7 +299,11 @@ class KVStore:
                     _log.warning("%s", error)
                     opened[key] = Opened(None, "corrupt")
                     # On a locked, full or read-only disk it stays, and stays corrupt.
-                    with contextlib.suppress(sqlite3.Error, LockedError), self._kv.writing(give_up_s=0.0):
+                    with (
+                        contextlib.suppress(OSError, sqlite3.Error, LockedError),
+                        changing_files(self.directory),
+                        self._kv.writing(give_up_s=0.0),
+                    ):
                         self._kv.delete(key)
         return [opened[key] for key in keys]
 
@@ -371,7 +376,7 @@ class KVStore:
         """
         with self._typed_errors("write to"):
             self.check_writable()
-            with self._kv.writing():
+            with changing_files(self.directory), self._kv.writing():
                 return bool(self._kv.delete(key))
 
     def keys(self) -> list[str]:
@@ -431,9 +436,10 @@ class KVStore:
                 if reason and self._kv.rows(f"SELECT 1 {same}", (rowid, filename)):
                     bad.append((key if isinstance(key, str) else repr(key)[:80], reason))
                     if delete_bad:
-                        with self._kv.writing() as sql:
-                            sql(f"DELETE {same}", (rowid, filename))
-                        self._kv.disk.remove(str(filename))
+                        with changing_files(self.directory):
+                            with self._kv.writing() as sql:
+                                sql(f"DELETE {same}", (rowid, filename))
+                            self._kv.disk.remove(str(filename))
                         deleted += 1
                 if progress is not None:
                     progress(done, len(rows))

@@ -735,6 +735,35 @@ def test_a_reader_does_not_wait_for_a_writer_nor_a_writer_for_a_reader(store, bi
     assert holds(store.open_many(["b"])[0], big(2))
 
 
+@pytest.mark.parametrize("how", ["deleted", "corrupt", "bad", "beyond the limit"])
+def test_a_file_on_its_way_out_is_no_orphan(store, big, monkeypatch, how):
+    """Its row has gone already, and another process looks before the file has."""
+    store.put("a", big(1))
+    (file,) = files(store)
+    monkeypatch.setattr(kvstore, "_SETTLE_S", 0.0)
+    seen: list[bool] = []
+    remove = os.remove
+
+    def after_a_look(path):
+        with KVStore(store.directory) as other:  # opening takes no orphan away, either
+            seen.append(file.exists() and other.verify().ok)
+        remove(path)
+
+    if how in ("corrupt", "bad"):
+        file.write_bytes(b"nothing")
+    monkeypatch.setattr(table.os, "remove", after_a_look)
+    if how == "deleted":
+        assert store.delete("a")
+    elif how == "corrupt":
+        assert store.open_many(["a"])[0].status == "corrupt"
+    elif how == "bad":
+        assert store.verify(delete_bad=True).deleted == 1
+    else:
+        KVStore(store.directory, size_limit_bytes=1).close()
+    assert seen == [True]
+    assert not file.exists()
+
+
 def test_a_lock_that_stays_is_survived_by_readers_and_named_to_writers(tmp_path, big, monkeypatch):
     monkeypatch.setattr(table, "_BUSY_TIMEOUT_S", 0.05)
     with KVStore(tmp_path) as store:
