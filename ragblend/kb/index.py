@@ -187,11 +187,18 @@ class DocumentIndex:
         with self._typed_errors("read"):
             return [_chunk(row) for row in self._db.execute(query, (model, document))]
 
-    def vectors_of(self, document: str) -> np.ndarray:
-        """The vectors of a document's chunks, in reading order: [chunks, dimensions] float32."""
+    def documents_with(self, text: str) -> list[str]:
+        """The names of the documents that have a chunk of this text, sorted."""
+        query = "SELECT DISTINCT document FROM chunks WHERE digest = ? ORDER BY document"
         with self._typed_errors("read"):
-            rows = self._db.execute("SELECT vector FROM chunks WHERE document = ? ORDER BY id", (document,)).fetchall()
-            return np.frombuffer(b"".join(vector for (vector,) in rows), "<f4").reshape(len(rows), self.dimensions or 0)
+            return [document for (document,) in self._db.execute(query, (_digest(text),))]
+
+    def vector_of(self, text: str, document: str) -> np.ndarray | None:
+        """The vector of a document's first chunk of this text: [dimensions] float32; None where it has none."""
+        query = "SELECT vector FROM chunks WHERE digest = ? AND document = ? ORDER BY id LIMIT 1"
+        with self._typed_errors("read"):
+            row = self._db.execute(query, (_digest(text), document)).fetchone()
+            return None if row is None else np.frombuffer(row[0], "<f4")
 
     def stale_keys(self) -> list[str]:
         """Keys of KV that was prefilled behind a text that no chunk has any more, sorted."""
@@ -210,15 +217,15 @@ class DocumentIndex:
                 found.setdefault(document, set()).add(chunk)
         return found
 
-    def behind(self, text: str) -> list[StoredChunk]:
-        """The chunks that stored KV of this text was prefilled behind, by whatever model, in the order of their ids."""
+    def behind(self, text: str) -> list[str]:
+        """The texts of chunks that stored KV of this text was prefilled behind, by whatever model, the oldest first."""
         query = (
-            "SELECT id, document, text, metadata, NULL FROM chunks WHERE digest IN"
-            " (SELECT behind.digest FROM behind JOIN kv USING (key) JOIN chunks AS of_text ON chunk = of_text.id"
-            " WHERE of_text.digest = ?) ORDER BY id"
+            "SELECT text FROM chunks WHERE id IN"
+            " (SELECT (SELECT MIN(id) FROM chunks WHERE digest = behind.digest) FROM behind WHERE key IN"
+            " (SELECT key FROM kv JOIN chunks ON chunk = id WHERE digest = ?)) ORDER BY id"
         )
         with self._typed_errors("read"):
-            return [_chunk(row) for row in self._db.execute(query, (_digest(text),))]
+            return [other for (other,) in self._db.execute(query, (_digest(text),))]
 
     def sample(self, count: int) -> list[str]:
         """Different texts of so many chunks, if there are; the same ones while the corpus is the same."""

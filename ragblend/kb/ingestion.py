@@ -37,8 +37,6 @@ from ragblend.kb.splitting import SPLITTING_VERSION, Splitter
 from ragblend.store.kvstore import KVStore
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ragblend.chunks import IngestReport
 
 _log = logging.getLogger(__name__)
@@ -214,7 +212,7 @@ class Ingestion:
 
     def _prefill_new(self, split: SplitDocument, corpus: Corpus, at_work: Callable[[float], None]) -> IngestReport:
         texts = [piece.text for piece in split.pieces]
-        report, kv = self._prefill(texts, texts_before(texts), split.vectors, corpus, at_work)
+        report, kv = self._prefill(texts, texts_before(texts), corpus, at_work)
         chunks = [
             NewChunk(piece.text, piece.metadata, vector, entries)
             for piece, vector, entries in zip(split.pieces, split.vectors, kv, strict=True)
@@ -228,7 +226,6 @@ class Ingestion:
         self,
         texts: Sequence[str],
         before: Sequence[Sequence[str]],
-        vectors: np.ndarray,
         corpus: Corpus,
         at_work: Callable[[float], None],
     ) -> tuple[IngestReport, list[list[KVEntry]]]:
@@ -239,7 +236,7 @@ class Ingestion:
         if self._models.policy == "document":
             neighbours = [list(texts) for texts in before]
         else:
-            neighbours = [corpus.neighbours(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+            neighbours = [corpus.neighbours(text) for text in texts]
         self._index.loosen(key for text in texts for key in self._models.engine.variant_keys(text).values())
         if self._models.auto_dtype:  # the next ingest is to know by which name the index has what is done now
             remember(self._store, auto_dtype=self._models.auto_dtype)
@@ -265,10 +262,9 @@ class Ingestion:
         lacking = [n for n, chunk in enumerate(chunks) if chunk.id in stale or not self._has_kv(chunk)]
         if not lacking:
             return []
-        vectors = self._index.vectors_of(document)[lacking]
         texts = [chunk.text for chunk in chunks]
         before = texts_before(texts)
-        report, kv = self._prefill([texts[n] for n in lacking], [before[n] for n in lacking], vectors, corpus, at_work)
+        report, kv = self._prefill([texts[n] for n in lacking], [before[n] for n in lacking], corpus, at_work)
         noted = {chunks[n].id: entries for n, entries in zip(lacking, kv, strict=True)}
         self._index.note_kv(noted, model=self._models.signature)
         return [report]

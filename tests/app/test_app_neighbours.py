@@ -68,7 +68,7 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def stands_behind(kb: KnowledgeBase, text: str) -> list[str]:
-    return [chunk.text for chunk in kb.index.behind(text)]
+    return kb.index.behind(text)
 
 
 def variants(kb: KnowledgeBase, text: str) -> dict[str, str]:
