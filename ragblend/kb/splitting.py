@@ -39,6 +39,7 @@ _LINES = {
     *(".pyi", ".r", ".rb", ".rs", ".scala", ".scss", ".sh", ".sql", ".swift", ".tf", ".toml", ".ts", ".tsx", ".vue"),
     *(".xml", ".yaml", ".yml", ".zig"),
 }
+_BEGINNING_CHARS = 16  # for each token of a chunk: words have fewer for one, runs of white space more
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _HEADING = re.compile(r" {0,3}(#{1,6})\s+\S")
 _UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}\s*$")
@@ -59,8 +60,8 @@ class Splitter:
     """Splits texts into chunks of at most `chunk_tokens` tokens, as `encode` counts them."""
 
     def __init__(self, encode: Callable[[str], list[int]], chunk_tokens: int) -> None:
-        self._count = lru_cache(maxsize=4096)(lambda text: len(encode(text)))
-        self._encode, self._chunk_tokens = encode, chunk_tokens
+        self._encoded = lru_cache(maxsize=4096)(lambda text: len(encode(text)))
+        self._chunk_tokens = chunk_tokens
 
     def split(self, parts: Iterable[Part], suffix: str = "") -> list[Part]:
         """The chunks of a document, none of them empty. suffix: of its file, which tells what is lines from prose."""
@@ -71,6 +72,19 @@ class Splitter:
             spans = self._spans(text, 0, len(text), borders)
             chunks += (Part(text[start:stop].strip(), part.metadata) for start, stop in spans)
         return [chunk for chunk in chunks if chunk.text]
+
+    def _count(self, text: str) -> int:
+        """Tokens of a text; of one that is far too long for a chunk, of its beginning, if that is, too.
+
+        Encoding a whole book would take a hundred times its size in memory.
+        """
+        chars = _BEGINNING_CHARS * self._chunk_tokens
+        while chars < len(text):
+            # Twice as many as fit: where the beginning is cut off there may be some that the whole has not.
+            if (tokens := self._encoded(text[:chars])) >= 2 * self._chunk_tokens:
+                return tokens
+            chars *= 4
+        return self._encoded(text)
 
     def _fits(self, text: str, start: int, stop: int) -> bool:
         return self._count(text[start:stop].strip()) <= self._chunk_tokens
@@ -120,7 +134,7 @@ class Splitter:
                 chunk_size=room,
                 chunk_overlap=0,
                 paragraph_separator="\n\n",
-                tokenizer=self._encode,
+                tokenizer=lambda text: [0] * self._count(text),  # it only asks how many
             )
             cuts, at = [start], body
             for piece in splitter.split_text(text[body:stop])[:-1]:

@@ -153,6 +153,27 @@ def test_no_text_is_taken_for_the_mark_of_a_heading(tmp_path: Path) -> None:
     assert [(part.text[at:].split("\n")[0], level) for at, level in part.headings] == [(f"{mark}3", 2)]
 
 
+@pytest.mark.parametrize("between", ["\n\n", " ", "\n"])
+def test_no_long_text_is_encoded_as_a_whole(between: str) -> None:
+    longest = 0
+
+    def noted(text: str) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text)
+
+    text = between.join(f"{words(30, n)}." for n in range(300))
+    chunks = Splitter(noted, 100).split([Part(text, {})])
+    assert longest < len(text) / 8
+    assert_pieces(text, [chunk.text for chunk in chunks], 100)
+
+
+def test_white_space_does_not_make_a_text_too_long() -> None:
+    text = f"One{' ' * 50_000}two{' ' * 50_000}three."
+    assert split(text) == [text]
+    assert len(split(f"{text} {words(300)}")) > 1
+
+
 def test_pages_are_kept_apart() -> None:
     parts = [Part(f"page {n}", {"page": str(n)}) for n in range(3)]
     assert Splitter(encode, 100).split(parts) == parts
