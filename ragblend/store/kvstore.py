@@ -428,9 +428,10 @@ class KVStore:
             if delete_bad:
                 self.check_writable()
             problems = [f"{table}: {text}" for table in ("kv", "texts") for text in self._index_problems(table)]
-            rows = self._kv.rows("SELECT rowid, key, raw, size, mode, filename, value FROM Cache ORDER BY rowid")
-            for done, (rowid, key, raw, size, mode, filename, value) in enumerate(rows, 1):
-                reason = self._why_bad(key, raw, size, mode, filename, value)
+            # Without the notes, which take more memory than everything else.
+            rows = self._kv.rows("SELECT rowid, key, raw, size, mode, filename FROM Cache ORDER BY rowid")
+            for done, (rowid, key, raw, size, mode, filename) in enumerate(rows, 1):
+                reason = self._why_bad(key, raw, size, mode, filename)
                 # It may have been evicted or replaced while we looked, which is no fault.
                 same = "FROM Cache WHERE rowid = ? AND filename IS ?"
                 if reason and self._kv.rows(f"SELECT 1 {same}", (rowid, filename)):
@@ -696,14 +697,14 @@ class KVStore:
             problems.append(f"rows of {summed} bytes where {size} are noted")
         return problems
 
-    def _why_bad(self, key: Any, raw: int, size: int, mode: int, filename: str | None, value: Any) -> str:
+    def _why_bad(self, key: Any, raw: int, size: int, mode: int, filename: str | None) -> str:
         """What is wrong with one row and its payload; "" where nothing is."""
         from ragblend.store.payload import PayloadReader
 
         if not raw or not isinstance(key, str):
             return "the key is not text"
         try:
-            path = self._kv.disk.fetch(mode, filename, value, True)
+            path = self._kv.disk.fetch(mode, filename, None, True)
             with open(path, "rb", buffering=0) as file, PayloadReader(file, key) as reader:
                 if reader.nbytes != size:
                     return f"the file has {reader.nbytes} bytes, the index says {size}"
