@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -436,6 +437,19 @@ def test_verify_finds_wrong_books(store, make_chunk):
     edit(store, "UPDATE Settings SET value = 7 WHERE key = 'count'")
     edit(store, "UPDATE Settings SET value = 7 WHERE key = 'size'")
     assert len(store.verify().index_problems) == 2
+
+
+def test_verify_takes_no_memory_for_notes(store, make_chunk):
+    for n in range(50):
+        store.put(f"k{n}", make_chunk(n_tokens=1), note=bytes(60_000))
+    store.verify()  # imports what it needs
+    tracemalloc.start()
+    try:
+        assert store.verify().ok
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000
 
 
 def test_verify_leaves_the_lru_order_alone(tmp_path, big):
