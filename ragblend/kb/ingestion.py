@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NOTES_AT_ONCE = 4096  # of some kilobytes each
+_FILLED = 0.9  # share of a store that evicts up to which it is filled again: payloads are of different sizes
 
 KNOWLEDGE = "knowledge"
 """The store's document that says how its documents are split and prefilled."""
@@ -94,6 +96,7 @@ class Ingestion:
             vanished: names of documents to forget.
         """
         started = time.perf_counter()
+        evictions = self._store.stats().evictions
         reports: list[IngestReport] = []
         refreshed: list[IngestReport] = []
         chunks = 0
@@ -129,6 +132,13 @@ class Ingestion:
                 self._index.save()
         if progress is not None:
             progress("", len(documents), len(documents))
+        if evicted := self._store.stats().evictions - evictions:
+            _log.warning(
+                "the store keeps %.3g GB of KV at most, and %d payloads were evicted from it during this ingest; what "
+                "is gone is computed anew when it is asked for. A larger size limit keeps more",
+                self._store.size_limit_bytes / 1e9,
+                evicted,
+            )
         everything = [*reports, *refreshed]
         return IngestSummary(
             documents=len(new),
@@ -270,9 +280,13 @@ class Ingestion:
         return [report]
 
     def _has_kv(self, chunk: StoredChunk) -> bool:
-        # In a store that is too small for everything, putting back what was evicted would evict the rest, each time.
-        # A chunk that is asked about is learned then.
-        return bool(chunk.kv_keys) and (self._evicts or all(key in self._store for key in chunk.kv_keys))
+        if not chunk.kv_keys or self._room_bytes <= 0:
+            return bool(chunk.kv_keys)
+        gone = sum(key not in self._store for key in chunk.kv_keys) * self._payload_bytes
+        if gone > self._room_bytes:
+            return True
+        self._room_bytes -= gone
+        return not gone
 
     def _loosen_learned(self, documents: Iterable[str]) -> None:
         """Write down what the store has of texts that are about to go with these documents, and no chunk knows of.
@@ -295,8 +309,21 @@ class Ingestion:
             self._store.delete(key)
 
     @cached_property
-    def _evicts(self) -> bool:
-        return self._store.stats().evictions > 0
+    def _room_bytes(self) -> float:
+        """What may be put back of what the store has lost.
+
+        In a store that is too small for everything, putting back what was evicted would evict the rest, each time. A
+        chunk that is asked about is learned then. Where there is room again, as after the limit was raised, there is
+        nothing against it.
+        """
+        stats = self._store.stats()
+        return _FILLED * stats.size_limit_bytes - stats.bytes if stats.evictions else math.inf
+
+    @cached_property
+    def _payload_bytes(self) -> float:
+        """Of one payload, about."""
+        stats = self._store.stats()
+        return max(1.0, stats.bytes / max(1, stats.chunks))
 
 
 def _fraction(progress: Progress | None, name: str, done: int, documents: int) -> Callable[[float], None]:

@@ -218,6 +218,23 @@ def test_a_store_too_small_for_everything_stays_valid(make: Make) -> None:
     assert kb.ingest_texts({"a": BRIDGE, "d": CATS}).computed == 0
 
 
+def test_what_was_evicted_is_put_back_when_there_is_room_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    texts = {"a": BRIDGE, "b": GRANITE, "c": MOON, "d": CATS}
+    with make("large") as large:
+        large.ingest_texts({"a": BRIDGE, "b": GRANITE})
+        size = large.stats().bytes
+    assert not caplog.messages
+    with make(size_limit_bytes=size) as small:
+        small.ingest_texts(texts)
+        evicted = small.stats().evictions
+    assert [message for message in caplog.messages if f"{evicted} payloads were evicted" in message]
+    kb = make(size_limit_bytes=10 * size)
+    assert kb.ingest_texts(texts).computed > 0
+    assert agree(kb)
+    assert kb.ingest_texts(texts).computed == 0
+    assert kb.stats().evictions == evicted
+
+
 def learned(kb: KnowledgeBase, text: str) -> list[str]:
     """Lose what was ingested of a text, have a question miss it; the keys of what is then learned."""
     for key in kb.engine.stored_variants(text).values():
