@@ -58,7 +58,6 @@ def reporting(as_json: bool) -> Iterator[Say]:
         typer.echo(f"error: {message}", err=True)
         return typer.Exit(code)
 
-    # Before libraries get to it: one of LlamaIndex's readers would turn on everybody's INFO messages.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Model loaders draw bars of their own across ours.
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -32,10 +32,13 @@ class Embedder:
         """
         from sentence_transformers import SentenceTransformer
 
+        from ragblend.model.decoder import no_progress_bars
+
         self.name = name
         source, local = _find(name)
         try:
-            self._model: Any = SentenceTransformer(source, local_files_only=local)
+            with no_progress_bars() if local else contextlib.nullcontext():
+                self._model: Any = SentenceTransformer(source, local_files_only=local)
         except (OSError, ValueError) as error:
             if name == DEFAULT_EMBEDDING_MODEL:
                 raise MissingDependencyError(

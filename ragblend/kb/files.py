@@ -7,6 +7,8 @@ reader cannot make text of is skipped, with a reason a person can act on.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import logging
 import mimetypes
 import os
 import re
@@ -195,6 +197,7 @@ def read_file(path: Path) -> list[Part]:
         # The readers' own libraries warn about what they repair in damaged files; the text is what counts.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _import_readers()
             documents = SimpleDirectoryReader.load_file(
                 path,
                 file_metadata=lambda _: {},
@@ -216,6 +219,20 @@ def read_file(path: Path) -> list[Part]:
     if any("\0" in part.text for part in parts):
         raise NoTextError("not a text file")
     return parts
+
+
+def _import_readers() -> None:
+    """Import LlamaIndex's readers, and leave logging as it is.
+
+    One of them sets it up when it is imported, to everybody's INFO messages on stderr, unless somebody has done so
+    before. That is for the program to choose, and it may not have chosen yet.
+    """
+    root, somebody = logging.getLogger(), logging.NullHandler()
+    root.addHandler(somebody)
+    try:
+        importlib.import_module("llama_index.readers.file")
+    finally:
+        root.removeHandler(somebody)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -609,7 +609,8 @@ def load_pretrained(
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if os.path.isdir(source) or not hub_has(str(source), "config.json"):
         extra["local_files_only"] = True
-    with _quiet(gguf_file is None):
+    # Converting a GGUF file takes long enough to show its progress.
+    with no_progress_bars() if gguf_file is None else nullcontext():
         try:
             config = AutoConfig.from_pretrained(source, **extra)
             _refuse_config(config, (config.architectures or [config.model_type])[0])
@@ -627,9 +628,9 @@ def load_pretrained(
 
 
 @contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """No progress bars: reading weights takes a second. Converting a GGUF file takes many, and shows its progress."""
-    if not wanted or not transformers_logging.is_progress_bar_enabled():
+def no_progress_bars() -> Iterator[None]:
+    """For what takes a second, as reading weights does."""
+    if not transformers_logging.is_progress_bar_enabled():
         yield
         return
     transformers_logging.disable_progress_bar()

@@ -65,6 +65,25 @@ def test_knowledge_base(tiny_model: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("embedding_model")
+def test_an_ingest_leaves_logging_and_stderr_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """One of LlamaIndex's readers sets up logging when it is imported, and the embedding model's loader draws a bar."""
+    (tmp_path / "bridge.md").write_text("The Old Harbour Bridge was designed by Mira Solheim in 1931.\n")
+    program = """
+import logging, sys
+from ragblend import KnowledgeBase
+
+with KnowledgeBase(sys.argv[1], model=sys.argv[2]) as kb:
+    kb.ingest(sys.argv[3])
+    kb.query("Who designed the bridge?", max_tokens=2)
+root = logging.getLogger()
+print(root.handlers, logging.getLevelName(root.level))
+"""
+    args = [sys.executable, "-c", program, tmp_path / "store", tiny_model, tmp_path / "bridge.md"]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] WARNING", "")
+
+
+@pytest.mark.usefixtures("embedding_model")
 def test_demo(tiny_model: Path, tmp_path: Path) -> None:
     out = run("demo.py", tmp_path / "store", RAGBLEND_MODEL=str(tiny_model))
     assert out.count("8 of 8 chunks reused") == 15
