@@ -21,6 +21,9 @@ Every message says what to do next.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 
 class RagBlendError(Exception):
     """Base of everything ragblend raises on purpose."""
@@ -110,3 +113,15 @@ class IngestError(RagBlendError):
 
 class MissingDependencyError(RagBlendError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int:
+    """A setting that is a whole number, as an int: 2e9 and NumPy's integers are some, too.
+
+    Raises:
+        InvalidSettingError: it is none, or too small.
+    """
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and int(value) == value and value >= least:
+            return int(value)
+    raise InvalidSettingError(f"{name} is a whole number, {least} or more; got {value!r:.80}")

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ragblend.audit import Audit
 from ragblend.blend.prefill import RatioChooser, Selector
 from ragblend.blend.variants import POLICIES, Policy
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import InvalidSettingError, whole_number
 from ragblend.prompt.chunk import Message
 from ragblend.quality import QUALITIES, MaxKL
 
@@ -67,8 +67,7 @@ class EngineSettings:
             raise InvalidSettingError(f"the namespace is a string; got {self.namespace!r}")
         if self.audit is not None and not isinstance(self.audit, Audit):
             raise InvalidSettingError(f"audit is an Audit, such as Audit(share=0.02), or None; got {self.audit!r}")
-        if self.prefix_cache_bytes < 0:
-            raise InvalidSettingError(f"prefix_cache_bytes must be 0 (off) or more, got {self.prefix_cache_bytes}")
+        whole_number("prefix_cache_bytes", self.prefix_cache_bytes, least=0)
 
 
 def check_ratio(ratio: Ratio) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ragblend.blend.variants import Note
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import whole_number
 from ragblend.kv import LayerKV
 from ragblend.prompt.chunk import Chunk, CutChunk
 from ragblend.prompt.match import MIN_CUT_CHARS, ChunkIndex, record_for
@@ -63,8 +63,7 @@ def run(
         ("prompt_chars", prompt_chars, 2 * chunk_chars + len(QUESTION)),
         ("repeats", repeats, 1),
     ):
-        if value < least:
-            raise InvalidSettingError(f"{name} must be {least} or more, got {value}")
+        whole_number(name, value, least=least)
     source = _Texts(seed, chunk_chars)
     in_a_prompt = (prompt_chars - len(QUESTION)) // (chunk_chars + 2)
     wanted = set(random.Random(seed).sample(range(chunks), min(chunks, PROMPTS * in_a_prompt)))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragblend.errors import IngestError
+from ragblend.errors import IngestError, InvalidSettingError
 
 if TYPE_CHECKING:
     from llama_index.core.readers.base import BaseReader
@@ -64,7 +64,13 @@ class Part(NamedTuple):
 
 
 def readable(text: str) -> str:
-    """The text without lone surrogates, which nothing can encode: they become U+FFFD, as for the tokenizer."""
+    """The text without lone surrogates, which nothing can encode: they become U+FFFD, as for the tokenizer.
+
+    Raises:
+        InvalidSettingError: it is no text.
+    """
+    if not isinstance(text, str):
+        raise InvalidSettingError(f"a text is wanted, and this is {type(text).__name__}: {text!r:.80}")
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

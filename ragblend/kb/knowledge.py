@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from weakref import WeakValueDictionary
 
 from ragblend.blend.variants import POLICIES, Policy
-from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError
+from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError, whole_number
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.kb.files import Paths, Skipped, absolute, find_files, printable, readable, within
@@ -43,10 +43,13 @@ if TYPE_CHECKING:
     from ragblend.kb.session import ChatSession
 
 DEFAULT_CHUNK_TOKENS = 300
-_LEAST_CHUNK_TOKENS = 16
+_LEAST_CHUNK_TOKENS = 16  # less says nothing
 DEFAULT_TOP_K = 4
 
 ChatMode = Literal["condense_plus_context", "context"]
+
+# Settings of RagBlendLLM that make an engine. A knowledge base has one.
+_OF_ENGINES = ("model", "store", "dtype", "device", "size_limit_bytes", "preamble", "lazy", "engine")
 
 
 class KnowledgeBase:
@@ -92,10 +95,8 @@ class KnowledgeBase:
         """
         if policy is not None and policy not in POLICIES:
             raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
-        if chunk_tokens is not None and chunk_tokens < _LEAST_CHUNK_TOKENS:
-            raise InvalidSettingError(
-                f"chunk_tokens must be {_LEAST_CHUNK_TOKENS} or more, not {chunk_tokens}: less says nothing"
-            )
+        if chunk_tokens is not None:
+            chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=_LEAST_CHUNK_TOKENS)
         self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
         try:
             # Beside the KV, and only now: the KV store refuses to be made in a folder that is not empty.
@@ -210,6 +211,11 @@ class KnowledgeBase:
         question = readable(question)
         if not question.strip():
             raise EmptyPromptError("the question is empty: ask something")
+        if "streaming" in settings:
+            raise InvalidSettingError(
+                "query gives a whole Reply, and its pieces to on_text: take as_query_engine(streaming=True) for a "
+                "response that streams"
+            )
         if "ratio" in settings and settings["ratio"] is not None:
             from ragblend.settings import check_ratio
 
@@ -255,8 +261,7 @@ class KnowledgeBase:
         """
         from ragblend.kb.retriever import IndexRetriever
 
-        if top_k < 1:
-            raise InvalidSettingError(f"top_k must be 1 or more, not {top_k}")
+        top_k = whole_number("top_k", top_k, least=1)
         if not self.index.count_chunks():
             raise IngestError(f"there are no documents in {self.store.directory} yet: ingest some first")
         return IndexRetriever(self.index, self._embed_question, top_k)
@@ -348,16 +353,13 @@ class KnowledgeBase:
         """
         from llama_index.llms.ragblend import RagBlendLLM
 
-        own = inspect.signature(RagBlendLLM.__init__).parameters.keys() - {"self", "engine", "others"}
-        own &= kwargs.keys()
+        own = inspect.signature(RagBlendLLM.__init__).parameters.keys() - {"self", "others", *_OF_ENGINES}
         theirs = {name for make in makes for name in inspect.signature(make).parameters}
         theirs -= {"retriever", "llm", "kwargs"}
         if unknown := sorted(kwargs.keys() - own - theirs):
-            raise InvalidSettingError(
-                f"there is no setting {', '.join(unknown)}: known are those of RagBlendLLM, and here also "
-                f"{', '.join(sorted(theirs))}"
-            )
-        return RagBlendLLM.from_engine(self.engine, **{name: kwargs.pop(name) for name in own})
+            known = sorted({"top_k", *own, *theirs})
+            raise InvalidSettingError(f"there is no setting {', '.join(unknown)} here: known are {', '.join(known)}")
+        return RagBlendLLM.from_engine(self.engine, **{name: kwargs.pop(name) for name in own & kwargs.keys()})
 
     def _embed_question(self, question: str) -> np.ndarray:
         vector: np.ndarray = self.models.embedder.embed([question])[0]

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ragblend.engine import AnswerStream, RagBlend
-from ragblend.errors import EmptyPromptError, InvalidSettingError
+from ragblend.errors import EmptyPromptError, InvalidSettingError, whole_number
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation, Turn
 from ragblend.kb.files import readable
 from ragblend.kb.reports import Reply
@@ -128,11 +128,9 @@ class ChatSession:
         **settings: Any,
     ) -> None:
         """Raises InvalidSettingError. settings: ratio, selector, and those of DecodeSettings, for all turns."""
-        if max_turns < 1:
-            raise InvalidSettingError(f"max_turns must be 1 or more, not {max_turns}")
         self.last_report: BlendReport | None = None
         self._engine, self._retrieve, self._conversation = engine, retrieve, conversation
-        self._max_turns = max_turns
+        self._max_turns = whole_number("max_turns", max_turns, least=1)
         self._settings = {"max_tokens": DEFAULT_MAX_TOKENS, "ratio": DEFAULT_RATIO} | _checked(settings)
         preamble = engine.settings.preamble
         head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)

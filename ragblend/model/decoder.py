@@ -619,7 +619,7 @@ def load_pretrained(
             model = AutoModelForCausalLM.from_pretrained(source, dtype=read_as, **extra)
             tokenizer = AutoTokenizer.from_pretrained(source, **extra)
         except (OSError, ValueError) as error:
-            raise _not_found(source, error) from error
+            raise _not_found(source if gguf_file is None else Path(source, gguf_file), error) from error
     nn.Module.to(model, device)
     for parameter in model.parameters():
         # Not the buffers: frequencies of rotary embeddings stay fp32 whatever the weights are, as in transformers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,7 +41,8 @@ class DecodeSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        sequence = isinstance(self.stop, Iterable) and not isinstance(self.stop, str)
+        if not sequence or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidSettingError(f"stop is a sequence of non-empty strings, got {self.stop!r}")
         for name, value, kinds in (
             ("max_tokens", self.max_tokens, (int,)),

@@ -68,6 +68,10 @@ def load_model(
         if len(model) != 2 or not isinstance(uncompiled(model[0]), PreTrainedModel):
             raise InvalidSettingError("a preloaded model is given as a pair (transformers model, tokenizer)")
         return model
+    if not isinstance(model, (str, Path)):
+        raise InvalidSettingError(
+            f"a model is a folder, a GGUF file, the id of one on a hub, or a pair (model, tokenizer); got {model!r:.80}"
+        )
     where = _device(device)
     kind = _dtype(dtype, where)
     path = Path(model).expanduser()
@@ -80,7 +84,7 @@ def load_model(
     if path.is_dir():
         return load_pretrained(path, dtype=kind, device=where)
     if not str(model).strip() or str(model).startswith(("/", ".", "~")) or str(model).endswith(".gguf"):
-        raise ModelNotFoundError(f"there is no file or folder {str(model)!r}")
+        raise ModelNotFoundError(f"there is no file or folder {str(model)!r}: check the path of the model")
     return load_pretrained(str(model), dtype=kind, device=where)
 
 
@@ -99,7 +103,9 @@ def _device(name: str) -> torch.device:
     if device.type not in DEVICE_TYPES:
         raise InvalidSettingError(f"device {name!r} is none that ragblend computes on: use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidSettingError("device 'cuda' was asked for, but this PyTorch finds no CUDA GPU")
+        raise InvalidSettingError(
+            "device 'cuda' was asked for, but this PyTorch finds no CUDA GPU: use 'auto' or 'cpu'"
+        )
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise InvalidSettingError(f"device {name!r} was asked for, but the last of the GPUs here is 'cuda:{count - 1}'")
     return device

@@ -32,7 +32,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self
 
-from ragblend.errors import CorruptPayloadError, InvalidSettingError, StoreError, StoreFormatError, StoreFullError
+from ragblend.errors import (
+    CorruptPayloadError,
+    InvalidSettingError,
+    StoreError,
+    StoreFormatError,
+    StoreFullError,
+    whole_number,
+)
 from ragblend.store.folder import (
     MARKER,
     changing_files,
@@ -156,13 +163,16 @@ class KVStore:
             create: whether to make a store where there is none.
 
         Raises:
-            InvalidSettingError: the size limit is not positive.
+            InvalidSettingError: the directory is no path, or the size limit no number of bytes.
             StoreFormatError: the folder holds something else, or a store of another format version.
             StoreFullError: no space for the index of a new one. (One that is there is opened, for reading only.)
             StoreError: the folder is missing and create is False, or it cannot be made or read.
         """
-        if size_limit_bytes is not None and size_limit_bytes <= 0:
-            raise InvalidSettingError(f"size_limit_bytes must be positive, not {size_limit_bytes}")
+        if not isinstance(directory, (str, os.PathLike)) or directory == "":
+            # An empty one is to Python the current folder; to whoever wrote it a variable that was not set.
+            raise InvalidSettingError(f"a store is the path of a folder, which may be a new one; got {directory!r:.80}")
+        if size_limit_bytes is not None:
+            size_limit_bytes = whole_number("size_limit_bytes", size_limit_bytes, least=1)
         self.directory = Path(directory).expanduser().absolute()
         if os.path.expandvars(os.path.expanduser(self.directory)) != str(self.directory):
             # diskcache would expand it and put the payloads somewhere else.

@@ -84,8 +84,10 @@ def test_what_cannot_be_made_is_refused(kb: KnowledgeBase, tmp_path: Path) -> No
 def test_settings_that_nothing_takes_are_refused(kb: KnowledgeBase) -> None:
     """Core's engines take any, and ignore what they do not know: a misspelt limit would be none."""
     for ask in (partial(kb.query, "Which?"), kb.as_query_engine, kb.as_chat_engine):
-        for unknown in ("max_token", "max_new_tokens", "llm", "engine"):
-            with pytest.raises(InvalidSettingError, match=rf"no setting {unknown}\b.*RagBlendLLM.*node_postprocessors"):
+        for unknown in ("max_token", "similarity_top_k", "llm", "engine", "model", "dtype", "preamble"):
+            with pytest.raises(
+                InvalidSettingError, match=rf"no setting {unknown}\b.*max_tokens.*node_postprocessors.*top_k"
+            ):
                 ask(**{unknown: 5})
     modes: tuple[Any, ...] = ("context", "condense_plus_context")
     for mode in modes:

@@ -237,7 +237,27 @@ def test_a_bad_query_is_refused_before_torch(args: list[str], kind: str, tmp_pat
     assert json.loads(done.stdout)["error"]["type"] == kind
 
 
-def test_kb_query_refuses_max_tokens_before_a_model(kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("question", "settings"),
+    [
+        ("Who?", {"max_tokens": 0}),
+        ("Who?", {"top_k": "3"}),
+        ("Who?", {"top_k": 2.5}),
+        ("Who?", {"streaming": True}),
+        (None, {}),
+        (["Who?"], {}),
+    ],
+)
+def test_kb_query_refuses_what_is_wrong_before_a_model(
+    kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch, question: Any, settings: dict[str, Any]
+) -> None:
     monkeypatch.setattr(KnowledgeBase, "engine", property(lambda self: pytest.fail("a model was loaded")))
     with pytest.raises(InvalidSettingError):
-        kb.query("Who?", max_tokens=0)
+        kb.query(question, **settings)
+
+
+@pytest.mark.parametrize("wrong", [{"chunk_tokens": "300"}, {"chunk_tokens": 99.5}, {"size_limit_bytes": "1GB"}])
+def test_a_knowledge_base_with_a_wrong_setting_is_not_made(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSettingError, match="is a whole number"):
+        KnowledgeBase(tmp_path / "store", **wrong)
+    assert not (tmp_path / "store").exists()

@@ -313,7 +313,9 @@ def test_a_turn_recomputes_less_than_a_prompt_that_is_all_chunks(kb: KnowledgeBa
 def test_what_cannot_be_asked_is_refused(kb: KnowledgeBase, tmp_path: Path) -> None:
     with pytest.raises(EmptyPromptError):
         kb.session("a").chat(" \n")
-    for settings in ({"ratio": 2.0}, {"max_tokens": 0}, {"colour": "red"}, {"max_turns": 0}, {"top_k": 0}):
+    with pytest.raises(InvalidSettingError):
+        kb.session("a").chat(None)  # type: ignore[arg-type]
+    for settings in ({"ratio": 2.0}, {"max_tokens": 0}, {"colour": "red"}, {"max_turns": "3"}, {"top_k": 0}):
         with pytest.raises(InvalidSettingError):
             kb.session("a", **settings)
     with pytest.raises(InvalidSettingError):

@@ -12,6 +12,7 @@ import pytest
 from llama_bench import MakeEngine, Recorder
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.schema import BaseNode, Document, TextNode
 from llama_index.llms.ragblend import RagBlendLLM
@@ -132,6 +133,9 @@ def test_it_takes_the_llm_or_the_engine(llm: RagBlendLLM, engine: Recorder) -> N
         KVPrefill()
     with pytest.raises(InvalidSettingError, match=r"llm=.*engine="):
         KVPrefill(llm=llm, engine=engine)
+    for wrong in ({"llm": MockLLM()}, {"engine": llm}, {"llm": engine}):
+        with pytest.raises(InvalidSettingError, match="give llm=RagBlendLLM"):
+            KVPrefill(**wrong)
 
 
 def test_the_fields_say_what_stored_kv_depends_on(

@@ -36,7 +36,7 @@ from llama_index.llms.ragblend import RagBlendLLM, default_preamble
 from transformers import LlamaForCausalLM
 
 from ragblend.blend.selectors import FirstTokens, RecomputeNone
-from ragblend.errors import ContextWindowError, EmptyPromptError, InvalidSettingError
+from ragblend.errors import ContextWindowError, EmptyPromptError, InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
 from ragblend.prompt.chunk import Message
 
@@ -393,14 +393,27 @@ def test_what_core_itself_passes_is_let_through(llm: RagBlendLLM) -> None:
         {"ratio": -0.1},
         {"context_window": 0},
         {"context_window": 10**9},
+        {"context_window": 1.5},
+        {"stop": 5},
+        {"system_prompt": 5},
+        {"is_chat_model": "perhaps"},
         {"store": "x"},
         {"model": "x"},
+        {"dtype": "float32"},
+        {"device": "cpu"},
+        {"preamble": "Behind another one"},
         {"temprature": 0.5},
     ],
 )
 def test_a_wrong_setting_of_the_llm_is_refused(engine: Recorder, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidSettingError):
         RagBlendLLM.from_engine(engine, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"model": 3}, {"model": "no/such/folder", "store": 3}, {"engine": "engine"}])
+def test_what_makes_no_engine_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((InvalidSettingError, ModelNotFoundError)):
+        RagBlendLLM(**wrong)
 
 
 def test_without_a_store_kv_goes_to_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

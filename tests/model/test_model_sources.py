@@ -53,6 +53,11 @@ def test_bad_names_and_settings(folder: Path) -> None:
             load_model(folder, device=device)
     with pytest.raises(ModelNotFoundError, match="not a GGUF"):
         load_model(folder / "config.json")
+    with pytest.raises(ModelNotFoundError, match="check the path"):
+        load_model("./no/such/folder")
+    for model in (None, 3, ["x"]):
+        with pytest.raises(InvalidSettingError, match="a hub, or a pair"):
+            load_model(model)  # type: ignore[arg-type]
     with pytest.raises(InvalidSettingError, match="pair"):
         load_model((folder, folder))  # type: ignore[arg-type]
     (folder / "config.json").unlink()

@@ -14,6 +14,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,9 +118,12 @@ def test_bad_arguments(store, tmp_path, make_chunk):
             store.put(key, make_chunk())
     with pytest.raises(InvalidSettingError):
         store.put("a", [])
-    for limit in (0, -1):
-        with pytest.raises(InvalidSettingError):
+    for limit in (0, -1, 0.5, "20GB", True, float("nan"), float("inf")):
+        with pytest.raises(InvalidSettingError, match="size_limit_bytes is a whole number"):
             KVStore(tmp_path / "other", size_limit_bytes=limit)
+    for directory in (None, 3, "", ["kv"]):
+        with pytest.raises(InvalidSettingError, match="path of a folder"):
+            KVStore(directory)
     assert not (tmp_path / "other").exists()
     assert store.verify().ok
 
@@ -350,6 +354,14 @@ def test_the_limit_is_remembered(tmp_path):
     with KVStore(directory) as store:
         assert store.size_limit_bytes == 12345
         assert store.stats().size_limit_bytes == 12345
+
+
+@pytest.mark.parametrize("limit", [2e9, np.int64(2_000_000_000)])
+def test_the_limit_is_remembered_whatever_kind_of_number_it_is(tmp_path, limit):
+    """2e9 was written to the marker as it is, which the next one to open the store took for no limit."""
+    KVStore(tmp_path, size_limit_bytes=limit).close()
+    with KVStore(tmp_path) as store:
+        assert (store.size_limit_bytes, type(store.size_limit_bytes)) == (2_000_000_000, int)
 
 
 def test_the_default_limit_is_bounded_by_the_disk(tmp_path, monkeypatch):

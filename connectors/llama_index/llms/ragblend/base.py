@@ -33,7 +33,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
@@ -223,8 +223,14 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             or size_limit_bytes is not None
             or chosen["model"] != DEFAULT_MODEL
             or "tokenizer" in chosen
+            or (chosen["dtype"], chosen["device"]) != ("auto", "auto")
+            or preamble is not DEFAULT_TEXT_QA_PROMPT_SEL
         ):
-            raise InvalidSettingError("an engine brings its own model and store: give either those or an engine")
+            raise InvalidSettingError(
+                "an engine brings its own model, store and preamble: give either what makes one or an engine"
+            )
+        if engine is not None and not isinstance(engine, RagBlend):
+            raise InvalidSettingError(f"engine is a RagBlend, not {type(engine).__name__}: {engine!r:.80}")
         opening = Opening(
             chosen["model"],
             chosen.get("tokenizer"),
@@ -251,7 +257,10 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             "set_tokenizer": set_tokenizer,
             "learn_retrieved": learn_retrieved,
         }
-        super().__init__(**fields)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InvalidSettingError(f"a setting of the wrong type: {error}") from error
         if engine is None:
             self._opening = opening
             if not lazy:
@@ -736,7 +745,8 @@ def _chat(piece: _Piece, delta: str | None = None) -> ChatResponse:
 def _name_of(model: Model | RagBlend) -> str:
     if isinstance(model, (str, Path)):
         return str(model)
-    loaded = model.decoder.model if isinstance(model, RagBlend) else model[0]
+    loaded = model.decoder.model if isinstance(model, RagBlend) else model
+    loaded = loaded[0] if isinstance(loaded, tuple) and loaded else loaded
     return getattr(loaded, "name_or_path", "") or type(loaded).__name__
 
 

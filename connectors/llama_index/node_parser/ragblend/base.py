@@ -50,7 +50,7 @@ class KVPrefill(TransformComponent):
             not in their excluded_llm_metadata_keys), are prefilled with their own; None: all are.
 
     Raises:
-        InvalidSettingError: neither or both are given.
+        InvalidSettingError: neither or both are given, or something else.
     """
 
     model_fingerprint: str = Field(description="Digest of weights, dtype, tokenizer, preamble, policy and key format.")
@@ -71,8 +71,12 @@ class KVPrefill(TransformComponent):
             raise InvalidSettingError(
                 "KVPrefill takes the RagBlendLLM that will answer, or its engine: llm=... or engine=..."
             )
-        chosen = engine if llm is None else llm.engine
-        assert chosen is not None
+        chosen = llm.engine if isinstance(llm, RagBlendLLM) else engine
+        if not isinstance(chosen, RagBlend):
+            raise InvalidSettingError(
+                f"KVPrefill stores KV for a RagBlendLLM or a RagBlend engine, not for {type(llm or engine).__name__}: "
+                "give llm=RagBlendLLM(...)"
+            )
         fields: dict[str, Any] = {
             "model_fingerprint": _fingerprint(chosen),
             "store_epoch": chosen.store.epoch,
