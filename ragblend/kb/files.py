@@ -6,6 +6,7 @@ reader cannot make text of is skipped, with a reason a person can act on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import logging
@@ -115,7 +116,9 @@ def within(name: str, places: Set[Path]) -> bool:
 def find_files(
     paths: Paths, *, exclude: Path | None = None, known: Iterable[str] | None = None
 ) -> tuple[list[Path], list[Skipped]]:
-    """All files under the paths, each once, in a stable order; hidden ones only where they are named themselves.
+    """All files under the paths, each once, in a stable order.
+
+    Hidden files and folders, and links to folders, only where they are named themselves.
 
     Args:
         exclude: a folder that is left out: a store is no document.
@@ -200,9 +203,7 @@ def read_file(path: Path) -> list[Part]:
         raise NoTextError(f"a file of kind {kind} holds no text")
     html, plain = _html_reader(), _plain_reader()
     try:
-        # The readers' own libraries warn about what they repair in damaged files; the text is what counts.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             _import_readers()
             documents = SimpleDirectoryReader.load_file(
                 path,
@@ -225,6 +226,23 @@ def read_file(path: Path) -> list[Part]:
     if any("\0" in part.text for part in parts):
         raise NoTextError("not a text file")
     return parts
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The readers' own libraries warn about what they repair in damaged files; the text is what counts.
+
+    The one for PDF does so by logging, many lines a file. Whoever has set its level wants to see them.
+    """
+    pdf = logging.getLogger("pypdf")
+    chosen = pdf.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pdf.setLevel(chosen or logging.ERROR)
+        try:
+            yield
+        finally:
+            pdf.setLevel(chosen)
 
 
 def _import_readers() -> None:

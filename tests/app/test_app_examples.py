@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import pdf
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONGEST = {"demo.py": 120}
@@ -66,21 +67,26 @@ def test_knowledge_base(tiny_model: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.usefixtures("embedding_model")
 def test_an_ingest_leaves_logging_and_stderr_alone(tiny_model: Path, tmp_path: Path) -> None:
-    """One of LlamaIndex's readers sets up logging when it is imported, and the embedding model's loader draws a bar."""
-    (tmp_path / "bridge.md").write_text("The Old Harbour Bridge was designed by Mira Solheim in 1931.\n")
+    """One of LlamaIndex's readers sets up logging when it is imported, another one's library logs what it repairs, and
+    the embedding model's loader draws a bar."""
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "bridge.md").write_text("The Old Harbour Bridge was designed by Mira Solheim in 1931.\n")
+    (documents / "ferry.pdf").write_bytes(b"garbage\n" + pdf("The ferry to Gull Island takes 25 minutes."))
+    (documents / "torn.pdf").write_bytes(pdf("The lighthouse is 38 metres high.")[:99])
     program = """
 import logging, sys
 from ragblend import KnowledgeBase
 
 with KnowledgeBase(sys.argv[1], model=sys.argv[2]) as kb:
-    kb.ingest(sys.argv[3])
+    print(kb.ingest(sys.argv[3]).documents)
     kb.query("Who designed the bridge?", max_tokens=2)
 root = logging.getLogger()
 print(root.handlers, logging.getLevelName(root.level))
 """
-    args = [sys.executable, "-c", program, tmp_path / "store", tiny_model, tmp_path / "bridge.md"]
+    args = [sys.executable, "-c", program, tmp_path / "store", tiny_model, documents]
     done = subprocess.run(args, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] WARNING", "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2\n[] WARNING", "")
 
 
 @pytest.mark.usefixtures("embedding_model")
