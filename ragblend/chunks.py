@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -47,7 +48,7 @@ from ragblend.store.loader import LayerLoader
 
 _log = logging.getLogger(__name__)
 
-_REMEMBER_EVERY = 16  # chunks between two writes of text records; a killed ingest repeats no prefill, only records
+_TOGETHER = 64  # texts of which all are prefilled behind the head before the first one is behind another
 _MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
 
 
@@ -83,6 +84,16 @@ class IngestReport:
     bytes: int
     seconds: float
     entries: tuple[Entry, ...] = ()
+
+
+class _Wanted(NamedTuple):
+    """A text to ingest. offered: ids of the texts that it may be prefilled behind. contexts: of its variants."""
+
+    number: int
+    text: str
+    ids: Sequence[int]
+    offered: Sequence[Sequence[int]]
+    contexts: Sequence[Context]
 
 
 class _Writer:
@@ -160,58 +171,64 @@ class StoredChunks:
         if neighbours is not None and isinstance(texts, Sized) and len(texts) != len(neighbours):
             raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
         started = time.perf_counter()
-        computed = stored = empty = tokens = 0
         entries: list[Entry] = []
-        records: list[bytes] = []
+        computed: set[int] = set()
+        seen = empty = tokens = 0
         with _Writer(self._store) as writer:
-            try:
-                for number, text in enumerate(texts):
-                    if not isinstance(text, str):
-                        raise IngestError(f"ingest takes texts, not {type(text).__name__}")
-                    if neighbours is not None and number >= len(neighbours):
-                        raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
-                    text = text.strip()
-                    if ids := self._prompts.encode_text(text):
+            wanted = self._wanted(texts, neighbours)
+            while block := list(itertools.islice(wanted, _TOGETHER)):
+                steps = [(text, context) for text in block for context in text.contexts]
+                # What others stand behind first: it is there by then.
+                steps.sort(key=lambda step: len(step[1].sources) > 0)
+                try:
+                    for n, (text, context) in enumerate(steps):
                         before = writer.written
-                        offered = () if neighbours is None else neighbours[number]
-                        listed = isinstance(offered, Sequence) and not isinstance(offered, str)
-                        if not listed or not all(isinstance(other, str) for other in offered):
-                            raise IngestError(f"neighbours are a list of texts for each text, not {offered!r:.80}")
-                        entries += [Entry(number, *each) for each in self._variants(text, ids, offered, writer)]
-                        new = writer.written - before
-                        computed, stored, tokens = computed + (new > 0), stored + (new == 0), tokens + new * len(ids)
-                        records += [record_for(text)] if is_indexable(text) else []
-                    else:
-                        empty += 1
-                    if len(records) >= _REMEMBER_EVERY:
-                        self._remember(records)
-                        records = []
-                    if progress is not None:
-                        progress(number + 1)
-            finally:
-                # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
-                self._remember(records)
+                        entries.append(self._variant(text, context, writer))
+                        if writer.written > before:
+                            computed.add(text.number)
+                            tokens += len(text.ids)
+                        if progress is not None:
+                            progress(seen + (n + 1) * len(block) // len(steps))
+                finally:
+                    # A text that is remembered and not stored would be a miss: no harm, so the order does not matter.
+                    self._remember([record_for(text.text) for text in block if is_indexable(text.text)])
+                seen += len(block)
+                empty += sum(not text.ids for text in block)
+                if progress is not None and not steps:
+                    progress(seen)
             n_bytes = writer.finish()
+        entries.sort(key=lambda entry: entry.text)
+        stored = seen - empty - len(computed)
         seconds = time.perf_counter() - started
-        return IngestReport(computed, stored, empty, tokens, n_bytes, seconds, tuple(entries))
+        return IngestReport(len(computed), stored, empty, tokens, n_bytes, seconds, tuple(entries))
 
-    def _variants(
-        self, text: str, ids: Sequence[int], neighbours: Sequence[str], writer: _Writer
-    ) -> Iterator[tuple[Name, str, tuple[int, ...]]]:
-        """A text's variants, made where they are not there: name, key, and the neighbours that each stands behind."""
-        offered = [self._prompts.encode_text(other.strip())[:CONTEXT_TOKENS] for other in neighbours]
-        numbers = {digest(other): n for n, other in reversed(list(enumerate(offered)))}
-        chosen = self.contexts(ids, offered)
-        notes = self._store.notes([self.key(ids, context.name) for context in chosen]) | writer.notes
-        for context in chosen:
-            key, sources = self.key(ids, context.name), context.sources
-            noted = Note.from_bytes(notes[key], len(ids)).sources if key in notes else ()
-            if noted and all(source in numbers for source in noted):  # what it is behind is among what is offered now
-                sources = tuple(numbers[source] for source in noted)
-            elif key not in notes or sources:
-                made = self.kv(ids, context, text, [offered[n] for n in sources])
-                writer.write(key, *made, overwrite=key in notes)
-            yield context.name, key, sources
+    def _wanted(self, texts: Iterable[str], neighbours: Sequence[Sequence[str]] | None) -> Iterator[_Wanted]:
+        """The texts to ingest, each with the variants that are made of it."""
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise IngestError(f"ingest takes texts, not {type(text).__name__}")
+            if neighbours is not None and number >= len(neighbours):
+                raise IngestError(f"neighbours for {len(neighbours)} texts, and more texts: give one list each")
+            others = () if neighbours is None else neighbours[number]
+            listed = isinstance(others, Sequence) and not isinstance(others, str)
+            if not listed or not all(isinstance(other, str) for other in others):
+                raise IngestError(f"neighbours are a list of texts for each text, not {others!r:.80}")
+            ids = self._prompts.encode_text(text := text.strip())
+            offered = [self._prompts.encode_text(other.strip())[:CONTEXT_TOKENS] for other in others] if ids else []
+            yield _Wanted(number, text, ids, offered, self.contexts(ids, offered) if ids else [])
+
+    def _variant(self, text: _Wanted, context: Context, writer: _Writer) -> Entry:
+        """One of a text's variants, made where it is not there, or behind something that is not offered any more."""
+        key, sources = self.key(text.ids, context.name), context.sources
+        note = (self._store.notes([key]) | writer.notes).get(key)
+        noted = () if note is None else Note.from_bytes(note, len(text.ids)).sources
+        numbers = {digest(other): n for n, other in reversed(list(enumerate(text.offered)))}
+        if noted and all(source in numbers for source in noted):
+            sources = tuple(numbers[source] for source in noted)
+        elif note is None or sources:
+            made = self.kv(text.ids, context, text.text, [text.offered[n] for n in sources])
+            writer.write(key, *made, overwrite=note is not None)
+        return Entry(text.number, context.name, key, sources)
 
     def stored(self, text: str) -> dict[Name, str]:
         """The variants of a text that this engine would use and the store has, with their keys."""

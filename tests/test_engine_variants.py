@@ -497,7 +497,8 @@ def test_payloads_do_not_depend_on_the_order_of_ingesting(decoder: Decoder, tmp_
     found = []
     for number, texts in enumerate(itertools.permutations(behind)):
         with KVStore(tmp_path / str(number)) as store, make_engine(decoder, store, policy) as engine:
-            engine.ingest(texts, neighbours=[behind[text] for text in texts])
+            for text in texts:
+                engine.ingest([text], neighbours=[behind[text]])
             found.append({key: path.read_bytes() for key, path in store.paths(store.keys()).items()})
     assert len(found[0]) == 6
     assert all(each == found[0] for each in found)
@@ -528,3 +529,31 @@ def test_the_head_is_computed_by_itself(engine: RagBlend, monkeypatch: pytest.Mo
     monkeypatch.setattr(precompute, "prefill", noted)
     engine.ingest([COPPER], neighbours=[[FERRY]])
     assert (0, len(engine.preamble_ids)) in computed
+
+
+def test_what_texts_stand_behind_is_computed_once(engine: RagBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+
+    def noted(decoder: Decoder, cache: KVCache, plan: Plan, *how: Any) -> Prefilled:
+        computed.append(len(plan.ids) - plan.known - int(plan.reused.sum()))
+        return prefill(decoder, cache, plan, *how)
+
+    monkeypatch.setattr(precompute, "prefill", noted)
+    texts = [COPPER, FERRY, LAMP]
+    report = engine.ingest(texts, neighbours=[[FERRY], [LAMP], [COPPER]])
+    assert [entry.text for entry in report.entries] == [0, 0, 1, 1, 2, 2]
+    heads = 2 * len(engine.preamble_ids)  # chunks behind it alone, and behind it and another
+    separators = len(texts) * len(engine.prompts.encode_text("\n\n"))
+    assert report.tokens == 2 * sum(len(engine.prompts.encode_text(text)) for text in texts)
+    assert sum(computed) == heads + separators + report.tokens
+
+
+def test_progress_counts_texts(engine: RagBlend) -> None:
+    counts: list[int] = []
+    texts = [COPPER, "", FERRY, *(f"{LAMP} {n}" for n in range(80))]
+    engine.ingest(texts, neighbours=[[STORM] for _ in texts], progress=counts.append)
+    assert counts == sorted(counts)
+    assert counts[-1] == len(texts)
+    counts.clear()
+    engine.ingest(["", " "], progress=counts.append)
+    assert counts == [2]
