@@ -207,7 +207,7 @@ class ChatSession:
                 found.append(source)
             best: dict[str, NodeWithScore] = {}
             for source in sorted(found, key=lambda source: source.score or 0.0, reverse=True):
-                best.setdefault(source.node.node_id, source)
+                best.setdefault(source.node.get_content(), source)
             found = list(best.values())[:top_k]
         return found
 

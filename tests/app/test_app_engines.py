@@ -72,6 +72,27 @@ def test_chat_engines_hit_where_the_context_stands_before_the_history(kb: Knowle
     assert chat._llm.last_report.hits == TOP_K
 
 
+def test_a_text_of_several_documents_is_retrieved_once(tmp_path: Path, tiny_model: Path, embedding_model: None) -> None:
+    """A licence at the end of every page takes one of the places, not all of them."""
+    licence = "Anyone may use this text, copy it and change it, and nobody is liable."
+    names = [f"page {n}" for n in range(9)]
+    with KnowledgeBase(tmp_path / "store", model=str(tiny_model)) as kb:
+        kb.ingest_texts({**TEXTS, **dict.fromkeys(names, licence)})
+        found = kb.as_retriever(TOP_K).retrieve("Who may use and copy this text?")
+        texts = [source.node.get_content() for source in found]
+        assert texts[0] == licence
+        assert len(set(texts)) == len(texts) == TOP_K
+        licensed = found[0].node.metadata
+        assert sorted([licensed["document"], *licensed["also_in"]]) == names
+        assert all("also_in" not in source.node.metadata for source in found[1:])
+        everything = kb.as_retriever(100).retrieve("Who may use and copy this text?")
+        assert len(everything) == len(TEXTS) + 1
+        chat = kb.session("someone", top_k=TOP_K, max_tokens=4)
+        for _ in range(2):
+            sources = chat.chat("Who may use and copy this text?").sources
+            assert len({source.node.get_content() for source in sources}) == len(sources) == TOP_K
+
+
 def test_what_cannot_be_made_is_refused(kb: KnowledgeBase, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingError, match="condense_plus_context"):
         kb.as_chat_engine("best")  # type: ignore[arg-type]
