@@ -194,7 +194,9 @@ class RagBlend:
             policy=policy,
             namespace=self.settings.namespace,
         )
-        self._serving = Serving(self.decoder, self.store, self.chunks, policy)
+        dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
+        todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
+        self._serving = Serving(self.decoder, self.store, self.chunks, policy, todays_head)
         self._blending = hashlib.blake2b(
             repr((self.fingerprint, self.preamble_ids, self.settings.policy, self.settings.namespace)).encode(),
             digest_size=16,

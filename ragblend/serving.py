@@ -7,7 +7,7 @@ then served by another variant, or computed like any other text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,10 +65,21 @@ class Served:
 
 
 class Serving:
-    """Looks up the chunks of one model's prompts in a store. Thread-safe."""
+    """Looks up the chunks of one model's prompts in a store. Thread-safe.
 
-    def __init__(self, decoder: Decoder, store: KVStore, chunks: StoredChunks, policy: Policy) -> None:
+    todays_head: gives the ids of the head as they are today, where it has a date in it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        chunks: StoredChunks,
+        policy: Policy,
+        todays_head: Callable[[], tuple[int, ...]] | None = None,
+    ) -> None:
         self._decoder, self._store, self._chunks, self._policy = decoder, store, chunks, policy
+        self._todays_head = todays_head
 
     def serve(self, layout: Layout, ids: Tensor, known: int, corrupt: set[str], *, read: bool) -> Served:
         """Find and open what serves each chunk.
@@ -97,12 +108,15 @@ class Serving:
         notes = self._store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
         long = self._decoder.is_long(len(layout.ids))
         here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
+        todays_head = () if self._todays_head is None else self._todays_head()
         choices = []
         for each, ids, span, repeats in zip(keys, stored_ids, spans, here, strict=True):
             usable = {name: key for name, key in each.items() if key in notes and key not in corrupt}
             stored = {name: Note.from_bytes(notes[key], len(ids)).beginning(len(span)) for name, key in usable.items()}
             behind = digest(layout.ids[: span.start])
-            fits = best(stored, self._policy, repeats, behind)
+            # Behind the head of another day a chunk is not exact, but nothing fits better.
+            dated = 0 < span.start == len(todays_head) and tuple(layout.ids[: span.start].tolist()) == todays_head
+            fits = best(stored, self._policy, repeats, digest(self._chunks.preamble_ids) if dated else behind)
             if fits is not None:
                 note = stored[fits]
                 exact = note.behind == behind and self._decoder.is_long(span.stop) == long

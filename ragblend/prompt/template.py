@@ -21,10 +21,12 @@ JSON's escapes).
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -111,9 +113,7 @@ class PromptTokenizer:
     Args:
         tokenizer: the model's tokenizer as transformers loads it. Read when this object is made; afterwards only its
             `apply_chat_template(tokenize=False)` is called.
-        template_settings: variables for the chat template, such as {"enable_thinking": False} or a fixed
-            {"date_string": "26 Jul 2024"}, without which some templates write today's date into the head of the prompt
-            and every head is another one tomorrow.
+        template_settings: variables for the chat template, such as {"enable_thinking": False}.
 
     Attributes:
         control_ids: ids that content can never produce. The model's unknown token is not among them where it stands for
@@ -293,22 +293,33 @@ class PromptTokenizer:
             segments.append(Segment("control", before + begin))
         return segments
 
-    def head_ids(self, messages_before_chunk: Sequence[Message]) -> tuple[int, ...]:
+    def head_ids(self, messages_before_chunk: Sequence[Message], *, today: bool = False) -> tuple[int, ...]:
         """[preamble tokens]: what stands before a Chunk that comes right after these messages' last part.
 
         If they hold a Chunk themselves, what stands before the first one. Equal to the ids before the first chunk of
         any real prompt that begins with these messages, goes on with a chunk in the last of them and has no messages
         after it that the template would move in front. No messages at all stand for one empty user message.
 
+        Some templates, Llama 3's among them, write the date into it. That of a fixed day stands there then, for what is
+        stored behind a head is to be found tomorrow, too.
+
+        Args:
+            today: with today's date, as in the prompts of today.
+
         Raises:
             InvalidSettingError: as for `render`.
         """
+        renderer = self
+        if not today:
+            renderer = copy.copy(self)
+            renderer._template = _on_any_day(self._template)
+            renderer._tool_template = _on_any_day(self._tool_template)
         head = list(messages_before_chunk) or [Message("user")]
         head[-1] = Message(head[-1].role, (*head[-1].content, Chunk("x")))
         if head[-1].role == "system":
             head.append(Message("user", "x"))  # many templates place a system text only where a user turn follows
         ids: list[int] = []
-        for segment in self.render(head):
+        for segment in renderer.render(head):
             if segment.kind == "chunk":
                 break
             ids += self.encode(segment)
@@ -656,3 +667,16 @@ def _system_into_user(messages: Sequence[Message]) -> list[Message] | None:
             rest[index] = Message("user", (*messages[0].content, MESSAGE_SEPARATOR, *message.content))
             return rest
     return None
+
+
+def _on_any_day(template: str | None) -> str | None:
+    """The template with a clock that stands still in the place of transformers' `strftime_now`."""
+    if template is None or "strftime_now" not in template:
+        return template
+    then = datetime(2025, 1, 1)
+    values = {f"%{letter}": then.strftime(f"%{letter}") for letter in "aAbBcdfHIjmMpSxXyYZz"}
+    # What not every system's strftime knows.
+    values |= {"%-d": "1", "%-m": "1", "%-H": "0", "%-I": "12", "%e": " 1", "%D": "01/01/25", "%F": "2025-01-01"}
+    values |= {"%T": "00:00:00", "%R": "00:00"}
+    fixed = "".join(f" | replace({directive!r}, {value!r})" for directive, value in values.items())
+    return f"{{% macro strftime_now(format) %}}{{{{ format{fixed} }}}}{{% endmacro %}}{template}"
