@@ -272,7 +272,7 @@ class RagBlend:
                 likeliest first; a handful is enough. With the policy "document": the texts before it, the last one
                 first. Without any, texts are prefilled behind the filler. Other policies take no notice. What is
                 stored behind a text that is not among them any more is prefilled again.
-            progress: called with the number of texts done so far.
+            progress: called with the number of texts done so far. What it raises ends the ingest; what is stored stays.
 
         Raises:
             ContextWindowError: a text does not fit the model behind the preamble.

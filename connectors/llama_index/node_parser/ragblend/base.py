@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -106,18 +106,17 @@ class KVPrefill(TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a thread. If the task is cancelled it stops after the node it is at."""
+        """The same in a thread. If the task is cancelled it stops after the prefill it is at."""
         cancelled = threading.Event()
         texts = [self._text(node) for node in nodes]
 
-        def until_cancelled() -> Iterator[str]:
-            for text in texts:
-                if cancelled.is_set():
-                    return
-                yield text
+        def check(_: int) -> None:
+            if cancelled.is_set():
+                raise asyncio.CancelledError  # nobody waits for it any more
 
         def ingest() -> IngestReport:
-            return self._engine.ingest(until_cancelled(), neighbours=_neighbours(self._engine, nodes, texts))
+            neighbours = _neighbours(self._engine, nodes, texts)
+            return self._engine.ingest(texts, neighbours=neighbours, progress=check)
 
         try:
             self._last_report = await asyncio.to_thread(ingest)
