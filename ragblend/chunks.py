@@ -96,6 +96,22 @@ class _Wanted(NamedTuple):
     contexts: Sequence[Context]
 
 
+def _blocks(wanted: Iterator[_Wanted]) -> Iterator[list[_Wanted]]:
+    """_TOGETHER at a time. Where the next one is none, or cannot be had, those before it come first."""
+    while True:
+        block: list[_Wanted] = []
+        try:
+            for text in itertools.islice(wanted, _TOGETHER):
+                block.append(text)
+        except Exception:
+            if block:
+                yield block
+            raise
+        if not block:
+            return
+        yield block
+
+
 class _Writer:
     """Puts chunk KV into the store: a tenth of the time of computing it, and spent while the next is computed.
 
@@ -175,8 +191,7 @@ class StoredChunks:
         computed: set[int] = set()
         seen = empty = tokens = 0
         with _Writer(self._store) as writer:
-            wanted = self._wanted(texts, neighbours)
-            while block := list(itertools.islice(wanted, _TOGETHER)):
+            for block in _blocks(self._wanted(texts, neighbours)):
                 steps = [(text, context) for text in block for context in text.contexts]
                 # What others stand behind first: it is there by then.
                 steps.sort(key=lambda step: len(step[1].sources) > 0)

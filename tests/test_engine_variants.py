@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -557,3 +557,17 @@ def test_progress_counts_texts(engine: RagBlend) -> None:
     counts.clear()
     engine.ingest(["", " "], progress=counts.append)
     assert counts == [2]
+
+
+@pytest.mark.parametrize("bad", [ValueError("the texts ended too soon"), 3])
+def test_what_came_before_a_text_that_cannot_be_had_is_stored(engine: RagBlend, bad: Any) -> None:
+    def texts() -> Iterator[Any]:
+        yield from (COPPER, FERRY)
+        if isinstance(bad, Exception):
+            raise bad
+        yield from (bad, LAMP)
+
+    with pytest.raises((ValueError, IngestError)):
+        engine.ingest(texts(), neighbours=[[FERRY], [COPPER], [], []])
+    assert [sorted(engine.stored_variants(text)) for text in (COPPER, FERRY)] == [["head", "neighbour"]] * 2
+    assert not engine.stored_variants(LAMP)
