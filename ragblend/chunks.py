@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
     text: number of the text. variant: what it was prefilled behind. key: its name in the store.
     neighbours: numbers of the texts, of those offered for it, that it was prefilled behind, the one right before it
-        first; () for the head and the filler.
+        first; () for the head and the filler. A repeated text shares the first one's variants, whatever it is offered.
     """
 
     text: int
@@ -188,6 +188,7 @@ class StoredChunks:
             raise IngestError(f"neighbours for {len(neighbours)} texts, and {len(texts)} texts: give one list each")
         started = time.perf_counter()
         entries: list[Entry] = []
+        settled: set[str] = set()
         computed: set[int] = set()
         seen = empty = tokens = 0
         with _Writer(self._store) as writer:
@@ -198,7 +199,8 @@ class StoredChunks:
                 try:
                     for n, (text, context) in enumerate(steps):
                         before = writer.written
-                        entries.append(self._variant(text, context, writer))
+                        entries.append(self._variant(text, context, writer, settled))
+                        settled.add(entries[-1].key)
                         if writer.written > before:
                             computed.add(text.number)
                             tokens += len(text.ids)
@@ -232,14 +234,18 @@ class StoredChunks:
             offered = [self._prompts.encode_text(other.strip())[:CONTEXT_TOKENS] for other in others] if ids else []
             yield _Wanted(number, text, ids, offered, self.contexts(ids, offered) if ids else [])
 
-    def _variant(self, text: _Wanted, context: Context, writer: _Writer) -> Entry:
-        """One of a text's variants, made where it is not there, or behind something that is not offered any more."""
+    def _variant(self, text: _Wanted, context: Context, writer: _Writer, settled: Collection[str]) -> Entry:
+        """One of a text's variants, made where it is not there, or behind something that is not offered any more.
+
+        settled: keys of the variants that this ingest has made or found as they should be. A text that comes again
+            with other neighbours, as the last lines of every document do, leaves them alone.
+        """
         key, sources = self.key(text.ids, context.name), context.sources
         note = (self._store.notes([key]) | writer.notes).get(key)
         noted = () if note is None else Note.from_bytes(note, len(text.ids)).sources
         numbers = {digest(other): n for n, other in reversed(list(enumerate(text.offered)))}
-        if noted and all(source in numbers for source in noted):
-            sources = tuple(numbers[source] for source in noted)
+        if noted and (key in settled or all(source in numbers for source in noted)):
+            sources = tuple(numbers[source] for source in noted if source in numbers)
         elif note is None or sources:
             made = self.kv(text.ids, context, text.text, [text.offered[n] for n in sources])
             writer.write(key, *made, overwrite=note is not None)

@@ -172,13 +172,6 @@ def test_of_two_variants_only_the_one_that_changed_is_made_again(engine: RagBlen
     ]
 
 
-def test_a_text_twice_in_one_ingest_is_what_two_ingests_are(engine: RagBlend) -> None:
-    report = engine.ingest([COPPER, COPPER, COPPER], neighbours=[[FERRY], [LAMP], [FERRY, LAMP]])
-    assert [(entry.text, entry.neighbours) for entry in behind_texts(report)] == [(0, (0,)), (1, (0,)), (2, (1,))]
-    assert (report.computed, report.already_stored) == (2, 1)
-    assert engine.ingest([COPPER], neighbours=[[LAMP]]).computed == 0
-
-
 def test_without_neighbours_there_is_the_filler(engine: RagBlend) -> None:
     named = engine.ingest([COPPER, FIRST], neighbours=[[FERRY], [SECOND]])
     before = {entry.key: kv(engine.store, entry.key) for entry in named.entries}
@@ -557,6 +550,21 @@ def test_progress_counts_texts(engine: RagBlend) -> None:
     counts.clear()
     engine.ingest(["", " "], progress=counts.append)
     assert counts == [2]
+
+
+@pytest.mark.parametrize("policy", ["neighbours", "document"])
+def test_a_text_that_comes_again_with_other_neighbours_is_left_alone(
+    decoder: Decoder, store: KVStore, policy: Policy
+) -> None:
+    texts, neighbours = [COPPER, FERRY, COPPER], [[LAMP], [], [STORM]]
+    with make_engine(decoder, store, policy) as engine:
+        first = engine.ingest(texts, neighbours=neighbours)
+        assert (first.computed, first.already_stored) == (2, 1)
+        once, again = (entry for entry in behind_texts(first) if entry.text != 1)
+        assert (once.key, once.neighbours, again.neighbours) == (again.key, (0,), ())
+        assert engine.ingest(texts, neighbours=neighbours).computed == 0
+        # By itself it may stand behind nothing that it is not offered.
+        assert engine.ingest(texts[2:], neighbours=neighbours[2:]).computed == 1
 
 
 @pytest.mark.parametrize("bad", [ValueError("the texts ended too soon"), 3])

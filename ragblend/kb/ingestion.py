@@ -254,10 +254,14 @@ class Ingestion:
         report = self._models.engine.ingest(
             texts, neighbours=neighbours, progress=lambda count: at_work(count / (len(texts) + 1))
         )
+        # A text that comes again shares the KV, and may not be offered what that stands behind.
+        behind: dict[str, dict[str, None]] = {}
+        for entry in report.entries:
+            others = (neighbours[entry.text][n] for n in entry.neighbours)
+            behind.setdefault(entry.key, {}).update(dict.fromkeys(others))
         kv: list[list[KVEntry]] = [[] for _ in texts]
         for entry in report.entries:
-            behind = tuple(neighbours[entry.text][n] for n in entry.neighbours)
-            kv[entry.text].append(KVEntry(entry.key, behind))
+            kv[entry.text].append(KVEntry(entry.key, tuple(behind[entry.key])))
         return report, kv
 
     def _prefill_lacking(

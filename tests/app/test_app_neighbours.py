@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import Cli
 
+from ragblend.blend import variants as variants_of_chunks
 from ragblend.blend.variants import CONTEXT_TOKENS, Note, digest
 from ragblend.evaluation.cases import two_hop
 from ragblend.kb import KnowledgeBase
@@ -482,6 +483,21 @@ def test_other_policies_have_kv_of_their_own(cli: Cli, tmp_path: Path, policy: s
     assert cli(*args, "--policy", "neighbours").json["computed"] == 0  # still there
     assert cli("query", "Who?", "--json").json["report"]["misses"] == 0
     assert cli("verify").code == 0
+
+
+def test_a_text_twice_in_a_document_goes_with_what_its_first_copy_stands_behind(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants_of_chunks, "NEIGHBOURS", 1)
+    kb = make(policy="document", chunk_tokens=64)
+    first, *others = WINDOW
+    kb.ingest_texts({"b": "\n\n".join([CATS, MOON])})
+    kb.ingest_texts({"a": "\n\n".join([first, MOON, *others, MOON])})
+    assert first in stands_behind(kb, MOON)
+    assert agree(kb)
+    kb.ingest_texts({"a": CATS})
+    assert stands_behind(kb, MOON) == [CATS]
+    assert agree(kb)
 
 
 def test_unknown_policies_are_refused(cli: Cli, tmp_path: Path) -> None:
