@@ -15,6 +15,7 @@ from transformers.utils import chat_template_utils
 
 from ragblend import Chunk, RagBlend
 from ragblend.model.decoder import Decoder
+from ragblend.prompt import template
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.settings import EngineSettings
@@ -59,6 +60,28 @@ def test_the_head_is_the_same_every_day_and_prompts_are_not(on: Callable[[int], 
     assert todays[0] != todays[1]
     plain = PromptTokenizer(chatml())
     assert plain.head_ids([Message("user", PREAMBLE)]) == plain.head_ids([Message("user", PREAMBLE)], today=True)
+
+
+@pytest.mark.parametrize("before", ["\n", "  ", "\n  ", ""])
+def test_only_the_date_is_another_one(on: Callable[[int], None], before: str) -> None:
+    prompts = PromptTokenizer(with_template(chatml(), before + DATED))
+    on(7)
+    fixed, today = (
+        prompts.decode(prompts.head_ids([Message("user", PREAMBLE)], today=today)) for today in (False, True)
+    )
+    assert fixed.replace("01 January 2025", "07 May 2031") == today
+
+
+def test_the_head_does_not_depend_on_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = PromptTokenizer(with_template(chatml(), DATED))
+    head = prompts.head_ids([Message("user", PREAMBLE)])
+
+    class German(datetime):
+        def strftime(self, format: str) -> str:
+            return super().strftime(format).replace("January", "Januar")
+
+    monkeypatch.setattr(template, "datetime", German, raising=False)
+    assert prompts.head_ids([Message("user", PREAMBLE)]) == head
 
 
 def test_what_was_stored_yesterday_is_found_today(on: Callable[[int], None], tmp_path: Path) -> None:

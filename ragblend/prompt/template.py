@@ -26,7 +26,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -669,14 +668,21 @@ def _system_into_user(messages: Sequence[Message]) -> list[Message] | None:
     return None
 
 
+# What directives become on 1 January 2025, in English whatever the process's locale is. Others stay as they are.
+_THEN = {
+    **{"%a": "Wed", "%A": "Wednesday", "%b": "Jan", "%B": "January", "%h": "Jan", "%c": "Wed Jan  1 00:00:00 2025"},
+    **{"%d": "01", "%e": " 1", "%j": "001", "%m": "01", "%u": "3", "%w": "3", "%y": "25", "%Y": "2025", "%G": "2025"},
+    **{"%-d": "1", "%-j": "1", "%-m": "1", "%U": "00", "%V": "01", "%W": "00"},
+    **{"%H": "00", "%I": "12", "%M": "00", "%p": "AM", "%S": "00", "%f": "000000", "%Z": "", "%z": ""},
+    **{"%-H": "0", "%-I": "12", "%-M": "0", "%-S": "0", "%s": "1735689600"},
+    **{"%x": "01/01/25", "%D": "01/01/25", "%F": "2025-01-01", "%X": "00:00:00", "%T": "00:00:00", "%R": "00:00"},
+}
+
+
 def _on_any_day(template: str | None) -> str | None:
     """The template with a clock that stands still in the place of transformers' `strftime_now`."""
     if template is None or "strftime_now" not in template:
         return template
-    then = datetime(2025, 1, 1)
-    values = {f"%{letter}": then.strftime(f"%{letter}") for letter in "aAbBcdfHIjmMpSxXyYZz"}
-    # What not every system's strftime knows.
-    values |= {"%-d": "1", "%-m": "1", "%-H": "0", "%-I": "12", "%e": " 1", "%D": "01/01/25", "%F": "2025-01-01"}
-    values |= {"%T": "00:00:00", "%R": "00:00"}
-    fixed = "".join(f" | replace({directive!r}, {value!r})" for directive, value in values.items())
-    return f"{{% macro strftime_now(format) %}}{{{{ format{fixed} }}}}{{% endmacro %}}{template}"
+    fixed = "".join(f" | replace({directive!r}, {value!r})" for directive, value in _THEN.items())
+    # Templates are read so that a line's end behind a block is none: theirs still begins at the beginning of a line.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{fixed} }}}}{{% endmacro %}}\n{template}"
