@@ -243,7 +243,7 @@ class StoredChunks:
         key, sources = self.key(text.ids, context.name), context.sources
         note = (self._store.notes([key]) | writer.notes).get(key)
         noted = () if note is None else Note.from_bytes(note, len(text.ids)).sources
-        numbers = {digest(other): n for n, other in reversed(list(enumerate(text.offered)))}
+        numbers = {digest(other): n for n, other in reversed(list(enumerate(text.offered)))} if noted else {}
         if noted and (key in settled or all(source in numbers for source in noted)):
             sources = tuple(numbers[source] for source in noted if source in numbers)
         elif note is None or sources:

@@ -28,9 +28,7 @@ from ragblend.blend.divergence import agreement, answer_logits, kl_divergence
 from ragblend.blend.prefill import Plan, Prefilled, RatioChooser, Selector, full_plan, prefill
 from ragblend.blend.prefix import PrefixCache
 from ragblend.blend.selectors import QuestionAttention, RecomputeNone
-from ragblend.blend.variants import (
-    Name,
-)
+from ragblend.blend.variants import Name
 from ragblend.chunks import IngestReport, StoredChunks
 from ragblend.errors import (
     ContextWindowError,
