@@ -83,6 +83,10 @@ class UnsupportedModelError(ModelError):
     """The model is not one whose layers this engine can drive exactly."""
 
 
+class ModelChangedError(ModelError):
+    """The model computes something else than when it was handed over."""
+
+
 class StoreError(RagBlendError):
     """Something about the KV store."""
 

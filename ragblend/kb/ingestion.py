@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _NOTES_AT_ONCE = 4096  # of some kilobytes each
 _FILLED = 0.9  # share of a store that evicts up to which it is filled again: payloads are of different sizes
+_TELLING = 0.02  # share of a store after which it can be told how full it is going to be
 
 KNOWLEDGE = "knowledge"
 """The store's document that says how its documents are split and prefilled."""
@@ -111,9 +113,11 @@ class Ingestion:
                     self._index.remove(name)
                 corpus = Corpus(self._index, new)
                 done = len(documents) - len(unchanged) - len(new)  # those that were skipped
+                outlook = _Outlook(self._store.size_limit_bytes, sum(map(_characters, new)))
                 for n, split in enumerate(new, done):
                     reports.append(self._prefill_new(split, corpus, _fraction(progress, split.name, n, len(documents))))
                     chunks += len(split.pieces)
+                    outlook.after(_characters(split), reports[-1].bytes)
                 for n, name in enumerate(unchanged, done + len(new)):
                     reports += self._prefill_lacking(name, corpus, _fraction(progress, name, n, len(documents)))
                 # What was prefilled behind a text that is gone now goes first, so that nothing of it is ever served.
@@ -328,6 +332,37 @@ class Ingestion:
         """Of one payload, about."""
         stats = self._store.stats()
         return max(1.0, stats.bytes / max(1, stats.chunks))
+
+
+def _characters(split: SplitDocument) -> int:
+    return sum(len(piece.text) for piece in split.pieces)
+
+
+@dataclass
+class _Outlook:
+    """Says so early if the store is going to be too small: who waits for hours would rather know before."""
+
+    limit_bytes: int
+    characters: int
+    _seen: int = 0
+    _made_bytes: int = 0
+    _said: bool = False
+
+    def after(self, characters: int, made_bytes: int) -> None:
+        """One more document is done, whose KV took so many bytes."""
+        self._seen += characters
+        self._made_bytes += made_bytes
+        if self._said or self._made_bytes < _TELLING * self.limit_bytes:
+            return
+        if (expected := self._made_bytes * self.characters / max(1, self._seen)) > self.limit_bytes:
+            self._said = True
+            _log.warning(
+                "these documents are going to take about %.3g GB of KV, and the store keeps %.3g GB at most: what is "
+                "prefilled first will be evicted before the end. Stop and come back with a larger size limit, or with "
+                "fewer documents, if that is not what you want",
+                expected / 1e9,
+                self.limit_bytes / 1e9,
+            )
 
 
 def _fraction(progress: Progress | None, name: str, done: int, documents: int) -> Callable[[float], None]:

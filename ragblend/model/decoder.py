@@ -39,8 +39,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-from ragblend.errors import ModelNotFoundError, UnsupportedModelError
+from ragblend.errors import ModelChangedError, ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
+from ragblend.model.adapters import adapters, uncompiled, unwrapped
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping, rounded_up, same_inputs
 from ragblend.model.pages import prefer_huge_pages
@@ -52,7 +53,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 _HUB_PATIENCE_S = 5.0
 _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
-_PARITY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.25, torch.float16: 0.05}
+_PARITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 # Of models whose weights were packed, which hides them: for whoever drives such a model once more.
 _packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
@@ -183,16 +184,16 @@ class Decoder:
         n_layers, context_window_tokens, vocab_size, dtype, device: what they say.
         shapes: LayerShape of each layer.
         windows: tokens each layer attends over, itself included; None for all of the past.
-        fingerprint: digest of config, dtype and every weight; names this model in chunk keys. A path or hub name
-            is no identity.
+        fingerprint: digest of config, dtype, every weight and what adapters are active; names this model in chunk
+            keys. A path or hub name is no identity.
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = False) -> None:
         """Drive a loaded model.
 
         Args:
-            model: a causal LM from transformers. It goes on working for whoever else holds it, with the attention
-                implementation it has, for as long as its modules are not replaced.
+            model: a causal LM from transformers, or one with adapters of PEFT. It goes on working for whoever else
+                holds it, with the attention implementation it has, for as long as its modules are not replaced.
             pack: lay the weights of its layers out for the CPU's matrix units, where that helps. The model still
                 computes the same, but can no longer be trained, converted or saved: for a model nobody else holds.
 
@@ -200,7 +201,7 @@ class Decoder:
             UnsupportedModelError: it is not a RoPE decoder, or its layers give other results here than in its own
                 forward.
         """
-        model = cast(PreTrainedModel, uncompiled(model))
+        model = cast(PreTrainedModel, unwrapped(model))
         config = model.config.get_text_config()
         name = type(model).__name__
         _refuse_config(model.config, name)
@@ -240,15 +241,21 @@ class Decoder:
         self.context_window_tokens = int(config.max_position_embeddings)
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = self._embed_tokens.weight.dtype
+        if self.dtype not in _PARITY_TOLERANCE:
+            raise UnsupportedModelError(
+                f"the weights of {name} are {str(self.dtype).removeprefix('torch.')}: load it in bfloat16, float16 or "
+                "float32"
+            )
         self.device: torch.device = self._embed_tokens.weight.device
         self._steady_tokens = self._rope.steady(self.context_window_tokens, self._embed_tokens.weight)
         self.turn = Turn()
         self._rounds_up = can_pack(self.dtype, self.device)
-        self.fingerprint = _fingerprint(model, self.dtype)
+        self._adapters = adapters(model)
+        self.fingerprint = _fingerprint(model, self.dtype, self._adapters)
         if self.device.type == "cpu":
             prefer_huge_pages()
 
-        pack = pack and can_pack(self.dtype, self.device)
+        pack = pack and can_pack(self.dtype, self.device) and not self._adapters  # they look at the weights they adapt
         ids = torch.randint(0, self.vocab_size, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
         with same_inputs(model if pack else nn.Module()) as siblings:
             own = self._watch_own_forward(base, ids)
@@ -275,7 +282,16 @@ class Decoder:
         return sum(d.kv_heads * (d.key_dim + d.value_dim) for d in self.shapes) * self.dtype.itemsize
 
     def new_cache(self, capacity_tokens: int) -> KVCache:
-        """Empty buffers for `capacity_tokens` positions."""
+        """Empty buffers for `capacity_tokens` positions.
+
+        Raises:
+            ModelChangedError: other adapters are active now than the fingerprint says.
+        """
+        if self._adapters and adapters(self.model) != self._adapters:
+            raise ModelChangedError(
+                "the model's adapters were switched, scaled or merged after it was handed over, and what is stored was "
+                "made with them as they were: switch them back, or make another engine for this state of the model"
+            )
         return KVCache(self.shapes, capacity_tokens, self.dtype, self.device)
 
     def angles(self, stop: int) -> dict[str, Angles]:
@@ -540,11 +556,6 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
     return twin
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """What torch.compile has wrapped, if it has: code compiled for it would not attend by `_attention`."""
-    return cast(nn.Module, getattr(module, "_orig_mod", module))
-
-
 def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
     """A module's attribute for its twin: what others put in the place of its forward (accelerate does) is bound."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
@@ -569,8 +580,8 @@ def _refuse_config(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Digest of what decides the KV of given ids: config, dtype, weights."""
+def _fingerprint(model: PreTrainedModel, dtype: torch.dtype, adapted: Sequence[Any]) -> str:
+    """Digest of what decides the KV of given ids: config, dtype, weights, adapters."""
     if model in _packed_fingerprints:  # its weights cannot be read any more
         return _packed_fingerprints[model]
     config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG}
@@ -590,7 +601,7 @@ def _fingerprint(model: PreTrainedModel, dtype: torch.dtype) -> str:
         weights.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         weights.update(content)
-    described = json.dumps([config, str(dtype), weights.hexdigest()], sort_keys=True, default=str)
+    described = json.dumps([config, str(dtype), weights.hexdigest(), *adapted], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
 
 

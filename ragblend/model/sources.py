@@ -19,13 +19,13 @@ import torch.nn.functional as F
 import xxhash
 
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
+from ragblend.model.adapters import unwrapped
 from ragblend.model.decoder import (
     DEVICE_TYPES,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     load_pretrained,
     save_without_quantization,
-    uncompiled,
 )
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def load_model(
 
     Args:
         model: a local folder, a GGUF file (converted once into a local cache), DEFAULT_MODEL, a hub id, or a pair
-            (model, tokenizer) that is taken as it is.
+            (model, tokenizer) whose model torch.compile or PEFT may have wrapped.
         dtype: "float32", "bfloat16", "float16" or "auto": what measures fastest on this machine.
         device: a torch device, or "auto": CUDA where there is one.
 
@@ -65,9 +65,10 @@ def load_model(
         ModelNotFoundError, UnsupportedModelError, InvalidSettingError.
     """
     if isinstance(model, tuple):
-        if len(model) != 2 or not isinstance(uncompiled(model[0]), PreTrainedModel):
+        given = unwrapped(model[0]) if len(model) == 2 else None
+        if not isinstance(given, PreTrainedModel):
             raise InvalidSettingError("a preloaded model is given as a pair (transformers model, tokenizer)")
-        return model
+        return given, model[1]
     if not isinstance(model, (str, Path)):
         raise InvalidSettingError(
             f"a model is a folder, a GGUF file, the id of one on a hub, or a pair (model, tokenizer); got {model!r:.80}"

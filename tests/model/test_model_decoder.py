@@ -130,6 +130,11 @@ def test_quantised_linear_layers_are_driven_and_named_by_what_they_hold() -> Non
     assert len({quantised(0).fingerprint, quantised(1).fingerprint, Decoder(tiny_model("llama")).fingerprint}) == 3
 
 
+def test_weights_of_a_type_that_is_not_stored_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="float64: load it in bfloat16"):
+        Decoder(tiny_model("llama").double())
+
+
 def test_weights_on_several_devices_or_another_kind_are_refused(tmp_path: Path) -> None:
     """As accelerate leaves them that keeps some on the disk."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
