@@ -174,7 +174,7 @@ class RagBlend:
         self.settings = settings or EngineSettings()
         self.decoder = model if isinstance(model, Decoder) else Decoder(model)
         self.tokenizer = tokenizer
-        self.prompts = PromptTokenizer(tokenizer)
+        self.prompts = PromptTokenizer(tokenizer, template_settings=self.settings.template_settings)
         self.fingerprint = hashlib.blake2b(
             f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
         ).hexdigest()

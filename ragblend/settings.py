@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from ragblend.audit import Audit
 from ragblend.blend.prefill import RatioChooser, Selector
@@ -37,6 +37,7 @@ class EngineSettings:
     prefix_cache_bytes: memory, of the model's device, for in-context KV that is reused bit for bit; 0 turns it off.
     reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
     learn: store the KV of chunks that were missed, after the answer.
+    template_settings: variables for the model's chat template, such as {"enable_thinking": False} for Qwen 3.
     audit: which answers are held against a full prefill afterwards, and what is tolerated; None: none are.
 
     Raises:
@@ -51,6 +52,7 @@ class EngineSettings:
     prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES
     reuse_blended: bool = True
     learn: bool = True
+    template_settings: Mapping[str, Any] = field(default_factory=dict)
     audit: Audit | None = None
 
     def __post_init__(self) -> None:

@@ -418,6 +418,18 @@ def test_engine_settings_of_the_wrong_kind(settings: dict[str, Any]) -> None:
         EngineSettings(**settings)
 
 
+def test_template_settings_reach_the_prompt(tmp_path: Path) -> None:
+    tokens = {}
+    for thinking in (True, False):
+        with make_engine(tmp_path / "kv", template_settings={"enable_thinking": thinking}) as engine:
+            engine.ingest(TEXTS[:2])
+            report = engine.answer([*chunks(1, 0), QUESTION], max_tokens=1).report
+            assert report.hits == 2
+            tokens[thinking] = report.prompt_tokens
+            closed = engine.prompts.encode_control("<think>\n\n</think>\n\n")
+    assert tokens[False] == tokens[True] + len(closed)
+
+
 @pytest.mark.parametrize("texts", [None, "abc", [3], 5], ids=repr)
 def test_ingest_takes_texts(engine: RagBlend, texts: Any) -> None:
     with pytest.raises(IngestError):

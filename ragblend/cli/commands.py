@@ -20,6 +20,7 @@ from ragblend.cli.options import (
     bytes_of,
     how_much,
     questions_of,
+    template_settings_of,
 )
 from ragblend.cli.reporting import FAILED, SKIPPED, following, interrupted, progress_bar, reporting
 from ragblend.cli.tables import levels_table
@@ -60,6 +61,15 @@ def ingest(
         str | None,
         typer.Option(metavar="E", help="Folder or hub id. Default: all-MiniLM-L6-v2.", show_default=False),
     ] = None,
+    template_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A variable for the model's chat template, such as enable_thinking=false; may be repeated. Default: "
+            "as before, none at first.",
+            show_default=False,
+        ),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Also forget documents at or under these paths whose files are gone.")
     ] = False,
@@ -76,7 +86,7 @@ def ingest(
     - ragblend ingest *.pdf --store papers --model ./my-model
     """
     with reporting(as_json) as say:
-        limit = bytes_of(size_limit_gb)
+        limit, template_settings = bytes_of(size_limit_gb), template_settings_of(template_setting)
         from ragblend.kb import KnowledgeBase
 
         with (
@@ -88,6 +98,7 @@ def ingest(
                 chunk_tokens=chunk_tokens,
                 policy=cast("Policy | None", policy),  # checked there
                 size_limit_bytes=limit,
+                template_settings=template_settings,
             ) as kb,
             progress_bar("reading") as bar,
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,6 +130,24 @@ def bytes_of(size_limit_gb: float | None) -> int | None:
     if not math.isfinite(size_limit_gb) or not 1 <= size_limit_gb * 1e9 < 2**63:
         raise InvalidSettingError(f"--size-limit-gb takes a number of gigabytes above 0, not {size_limit_gb}")
     return int(size_limit_gb * 1e9)
+
+
+def template_settings_of(pairs: Sequence[str] | None) -> dict[str, Any] | None:
+    """NAME=VALUE each; a value that is JSON is what that says, any other a string."""
+    if not pairs:
+        return None
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InvalidSettingError(
+                f"--template-setting takes NAME=VALUE, such as enable_thinking=false; got {pair!r}"
+            )
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
 
 
 def is_there(data: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.blend.variants import Note, texts_before
 from ragblend.errors import ContextWindowError, InvalidSettingError
@@ -71,8 +71,8 @@ def text_document(name: str, text: str) -> Document:
     return Document(printable(name), lambda: digest, lambda: [Part(text, {})])
 
 
-def remember(store: KVStore, **settings: str | int) -> None:
-    """Have the next ingests that say nothing else go by these settings."""
+def remember(store: KVStore, **settings: Any) -> None:
+    """Have the next ingests that say nothing else go by these settings. They are kept as JSON."""
     known = store.document(KNOWLEDGE)
     if (now := {**known, **settings}) != known:
         store.save_document(KNOWLEDGE, now)

@@ -10,6 +10,7 @@ Models are loaded when they are first needed: statistics, and an ingest in which
 from __future__ import annotations
 
 import inspect
+import json
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ class KnowledgeBase:
         policy: Policy | None = None,
         size_limit_bytes: int | None = None,
         dtype: str = "auto",
+        template_settings: Mapping[str, Any] | None = None,
         audit: Audit | None = None,
         create: bool = True,
     ) -> None:
@@ -86,6 +88,8 @@ class KnowledgeBase:
                 has KV of its own: an ingest with another one makes it.
             size_limit_bytes: KV bytes kept at most; None: as before, see KVStore.
             dtype: of the model; "auto" takes what is fastest here. Each has KV of its own.
+            template_settings: variables for the model's chat template, such as {"enable_thinking": False} for Qwen 3;
+                None: as at the last ingest, none at first.
             audit: which answers are held against a full prefill afterwards, those of sessions included, and what is
                 tolerated; None: none are. What was found: `engine.audits()`.
             create: whether to make one where there is none.
@@ -97,6 +101,8 @@ class KnowledgeBase:
             raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
         if chunk_tokens is not None:
             chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=_LEAST_CHUNK_TOKENS)
+        if template_settings is not None:
+            template_settings = _as_json(template_settings)
         self.store = KVStore(store, size_limit_bytes=size_limit_bytes, create=create)
         try:
             # Beside the KV, and only now: the KV store refuses to be made in a folder that is not empty.
@@ -117,6 +123,10 @@ class KnowledgeBase:
         kept: Any = before.get("chunk_tokens")
         usable = type(kept) is int and kept >= _LEAST_CHUNK_TOKENS
         self.chunk_tokens: int = chunk_tokens or (kept if usable else DEFAULT_CHUNK_TOKENS)
+        noted = before.get("template_settings")
+        self._template_settings: Mapping[str, Any] = (
+            template_settings if template_settings is not None else noted if isinstance(noted, dict) else {}
+        )
         self._conversations: WeakValueDictionary[str, Conversation] = WeakValueDictionary()
         self._opening_sessions = threading.Lock()
         self.models = Models(
@@ -126,6 +136,7 @@ class KnowledgeBase:
             self.policy,
             dtype,
             auto_dtype=str(before.get("auto_dtype") or ""),
+            template_settings=self._template_settings,
             audit=audit,
         )
 
@@ -183,7 +194,7 @@ class KnowledgeBase:
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
-        remember(self.store, policy=self.policy)
+        remember(self.store, policy=self.policy, template_settings=dict(self._template_settings))
         return Ingestion(self.index, self.store, self.models, self.chunk_tokens).run(
             documents, skipped, vanished, progress
         )
@@ -417,6 +428,17 @@ class KnowledgeBase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be when it is read again; raises InvalidSettingError where it cannot be written."""
+    try:
+        read: dict[str, Any] = json.loads(json.dumps(dict(settings)))
+    except (TypeError, ValueError) as error:
+        raise InvalidSettingError(
+            f"template_settings are {{name: value}}, and kept with the store as JSON ({error}); got {settings!r:.80}"
+        ) from error
+    return read
 
 
 def _gone(path: Path) -> bool:

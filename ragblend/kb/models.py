@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,13 @@ class Models:
         policy: Policy,
         dtype: str = "auto",
         auto_dtype: str = "",
+        template_settings: Mapping[str, Any] | None = None,
         audit: Audit | None = None,
     ) -> None:
         """auto_dtype: what the dtype "auto" came to when a model was loaded last; "" if nobody knows."""
         self.embedding_name, self.policy = embedding_name, policy
         self._store, self._model, self._audit = store, model, audit
+        self._template_settings = dict(template_settings or {})
         self._dtype, self._auto_dtype = dtype, auto_dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None
@@ -57,6 +60,7 @@ class Models:
 
                 chosen: dict[str, Any] = {} if self._model is None else {"model": str(self._model)}
                 chosen |= {"dtype": self._dtype, "policy": self.policy, "audit": self._audit}
+                chosen |= {"template_settings": self._template_settings}
                 self._llm = RagBlendLLM(store=self._store, **chosen)
             return self._llm.engine
 

@@ -125,7 +125,7 @@ class PromptTokenizer:
 
     Raises:
         UnsupportedModelError: the tokenizer has no `tokenizers` backend, or has several templates and no default.
-        InvalidSettingError: a template setting that is not for the template.
+        InvalidSettingError: a template setting that the template does not read, or that is set per prompt.
         MissingDependencyError: jinja2 is absent or too old for chat templates.
     """
 
@@ -142,10 +142,17 @@ class PromptTokenizer:
         self._chunk_ids = lru_cache(_REMEMBERED_CHUNKS)(lambda text: tuple(self.encode_text(text)))
         self._template = sources.get("default")
         self._tool_template = sources.get("tool_use", self._template)
+        if not isinstance(template_settings or {}, Mapping):
+            raise InvalidSettingError(
+                f'template_settings are given as {{name: value}}, such as {{"enable_thinking": False}}; got '
+                f"{template_settings!r:.80}"
+            )
         self._settings = dict(template_settings or {})
         if reserved := _RESERVED_SETTINGS & self._settings.keys():
             raise InvalidSettingError(f"template_settings must leave {sorted(reserved)} alone: they are set per prompt")
         template = f"{self._template or ''}{self._tool_template or ''}"
+        if unread := sorted(name for name in self._settings if not re.search(rf"\b{re.escape(str(name))}\b", template)):
+            raise InvalidSettingError(f"the model's chat template reads no {', '.join(unread)}: see template_settings")
         pads = [pad for pad in _PADS if pad not in template]
         if len(pads) < 2:
             raise UnsupportedModelError("the chat template uses typographic spaces that no known template uses")

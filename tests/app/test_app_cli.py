@@ -323,6 +323,18 @@ def test_bad_input_is_explained(cli: Cli, tmp_path: Path, prepare: object, kind:
     assert plain.out == ""
 
 
+def test_template_settings(cli: Cli, documents: Path) -> None:
+    refused = cli("ingest", documents, "--template-setting", "thinking", "--json")
+    assert refused.code == 1
+    assert "NAME=VALUE" in refused.json["error"]["message"]
+    unread = cli("ingest", documents, "--template-setting", "nobody_reads_this=1", "--json")
+    assert "reads no nobody_reads_this" in unread.json["error"]["message"]
+    cli("ingest", documents)
+    before = cli("query", "What is here?", "--max-tokens", "1", "--json").json["report"]["prompt_tokens"]
+    assert cli("ingest", documents, "--template-setting", "enable_thinking=false").code == 0
+    assert cli("query", "What is here?", "--max-tokens", "1", "--json").json["report"]["prompt_tokens"] > before
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -55,6 +55,28 @@ def test_query_engines_take_settings_of_the_llm_and_of_core(kb: KnowledgeBase) -
     assert all(llm.engine is kb.engine for llm in llms)
 
 
+def test_template_settings_are_remembered_with_the_store(
+    tmp_path: Path, tiny_model: Path, embedding_model: None
+) -> None:
+    def prompt_tokens(settings: dict[str, Any] | None = None, *, ingest: bool = False) -> int:
+        with KnowledgeBase(tmp_path / "store", model=str(tiny_model), template_settings=settings) as kb:
+            if ingest:
+                kb.ingest_texts(TEXTS)
+            report = kb.query("Which place has the longest bridge?", top_k=2, max_tokens=1).report
+            assert report is not None
+            assert report.hits == 2
+            return report.prompt_tokens
+
+    thinking = prompt_tokens(ingest=True)
+    silent = prompt_tokens({"enable_thinking": False})
+    assert silent > thinking
+    assert prompt_tokens() == thinking, "what is asked for once is not for all"
+    assert prompt_tokens({"enable_thinking": False}, ingest=True) == prompt_tokens() == silent
+    assert prompt_tokens({}) == thinking
+    with pytest.raises(InvalidSettingError, match="as JSON"):
+        prompt_tokens({"enable_thinking": object()})
+
+
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
 def test_chat_engines_hit_where_the_context_stands_before_the_history(kb: KnowledgeBase, mode: Any) -> None:
     chat: Any = kb.as_chat_engine(

@@ -463,6 +463,10 @@ def test_template_settings_reach_the_template() -> None:
     for name in ("chat_template", "add_generation_prompt"):
         with pytest.raises(InvalidSettingError, match=name):
             PromptTokenizer(raw, template_settings={name: "x"})
+    with pytest.raises(InvalidSettingError, match="reads no enable_thinkin,"):
+        PromptTokenizer(raw, template_settings={"enable_thinkin": False, "thinking": 1, "enable_thinking": True})
+    with pytest.raises(InvalidSettingError, match="name: value"):
+        PromptTokenizer(raw, template_settings=["enable_thinking"])  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_without_backend_is_refused() -> None:
