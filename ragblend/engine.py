@@ -103,9 +103,7 @@ class AnswerStream(Iterator[str]):
         text, token_ids: what there is so far.
     """
 
-    def __init__(
-        self, engine: RagBlend, ready: Ready, settings: DecodeSettings, *, marks: bool = False, goes_on: bool = True
-    ) -> None:
+    def __init__(self, engine: RagBlend, ready: Ready, settings: DecodeSettings, *, marks: bool, goes_on: bool) -> None:
         self.report = ready.report
         self.text = ""
         self.token_ids: list[int] = []

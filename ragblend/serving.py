@@ -67,7 +67,7 @@ class Served:
 class Serving:
     """Looks up the chunks of one model's prompts in a store. Thread-safe.
 
-    todays_head: gives the ids of the head as they are today, where it has a date in it.
+    todays_head: gives the ids of the head as they are today, where it has a date in it; else None.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Serving:
         store: KVStore,
         chunks: StoredChunks,
         policy: Policy,
-        todays_head: Callable[[], tuple[int, ...]] | None = None,
+        todays_head: Callable[[], tuple[int, ...]] | None,
     ) -> None:
         self._decoder, self._store, self._chunks, self._policy = decoder, store, chunks, policy
         self._todays_head = todays_head

@@ -37,10 +37,9 @@ ENGINE = NOUNS | ENGINE_ROOMS | {"blend", "audit", "idle", "settings", "chunks",
 APPLICATIONS: dict[str, set[str]] = {
     "kb": ENGINE,
     "evaluation": ENGINE | {"kb"},
-    "cli": ENGINE | {"kb", "evaluation", "serve"},
-    "serve": ENGINE | {"kb"},
+    "cli": ENGINE | {"kb", "evaluation"},
 }
-LLAMA_INDEX_USERS = {"kb", "cli", "serve", "evaluation"}
+LLAMA_INDEX_USERS = {"kb", "evaluation"}
 ONE_IMPORTER = {
     "transformers": "ragblend/model/decoder.py",
     "diskcache": "ragblend/store/table.py",

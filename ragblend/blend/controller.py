@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 
-PAPER_FLOOR = 0.15
 _MEMORY = 0.7  # how much of a rate the past keeps when a new measurement comes in
 
 
 class LoadingController:
-    """Keeps measured load and compute rates and turns them into a recompute ratio. Thread-safe."""
+    """Keeps measured load and compute rates and turns them into a recompute ratio. Thread-safe.
 
-    def __init__(self, floor: float = PAPER_FLOOR) -> None:
+    floor: the least that is recomputed; 0.15 in the paper.
+    """
+
+    def __init__(self, floor: float) -> None:
         self.floor = floor
         self._lock = threading.Lock()
         self._load_s_per_byte: float | None = None

@@ -105,14 +105,14 @@ class Found(NamedTuple):
 class DocumentIndex:
     """The index of one store. Threads may share it; several processes may use one folder."""
 
-    def __init__(self, directory: Path, *, create: bool = True, in_memory: bool = False) -> None:
+    def __init__(self, directory: Path, *, in_memory: bool = False) -> None:
         """Open the index in `directory`, or make one there.
 
         Args:
             in_memory: an empty one that leaves no trace on the disk, for readers of a store that has none.
 
         Raises:
-            StoreError: there is none and create is False, or the folder cannot be written.
+            StoreError: the folder cannot be written.
             StoreFormatError: it was written by another format version, or is damaged.
         """
         self.directory = directory
@@ -122,12 +122,8 @@ class DocumentIndex:
         self._faiss: Any = None
         self._faiss_generation = -1
         with self._typed_errors("open"):
-            if in_memory:
-                pass
-            elif create:
+            if not in_memory:
                 directory.mkdir(parents=True, exist_ok=True)
-            elif not (directory / _DATABASE).is_file():
-                raise StoreError(f"there is no index in {directory}: ingest some documents first")
             database = ":memory:" if in_memory else directory / _DATABASE
             self._db = sqlite3.connect(database, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:

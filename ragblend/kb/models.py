@@ -37,15 +37,16 @@ class Models:
         model: str | Path | None,
         embedding_name: str,
         policy: Policy,
-        dtype: str = "auto",
-        auto_dtype: str = "",
-        template_settings: Mapping[str, Any] | None = None,
-        audit: Audit | None = None,
+        dtype: str,
+        *,
+        auto_dtype: str,
+        template_settings: Mapping[str, Any],
+        audit: Audit | None,
     ) -> None:
         """auto_dtype: what the dtype "auto" came to when a model was loaded last; "" if nobody knows."""
         self.embedding_name, self.policy = embedding_name, policy
         self._store, self._model, self._audit = store, model, audit
-        self._template_settings = dict(template_settings or {})
+        self._template_settings = dict(template_settings)
         self._dtype, self._auto_dtype = dtype, auto_dtype
         self._loading = threading.RLock()
         self._llm: RagBlendLLM | None = None

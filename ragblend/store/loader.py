@@ -78,7 +78,6 @@ class LayerLoader:
         n_tokens: tokens that are wanted of all readers together.
         load_s: seconds the thread spent reading, verifying and converting.
         stall_s: seconds layer() waited for the thread.
-        stalls: calls of layer() that had to wait.
         bytes_read: tensor bytes read from payloads.
     """
 
@@ -123,7 +122,6 @@ class LayerLoader:
         self.n_tokens = sum(self._tokens)
         self.load_s = 0.0
         self.stall_s = 0.0
-        self.stalls = 0
         self.bytes_read = 0
         self._next = 0
         self._error: BaseException | None = None
@@ -189,7 +187,6 @@ class LayerLoader:
             began = time.perf_counter()
             loaded = self._ready.get()
             self.stall_s += time.perf_counter() - began
-            self.stalls += 1
         if isinstance(loaded, BaseException):
             self._error = loaded
             raise loaded

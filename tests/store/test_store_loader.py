@@ -170,7 +170,6 @@ def test_a_slow_disk_is_waited_for_and_counted(readers, monkeypatch):
         for index in range(N_LAYERS):
             loader.layer(index)
     took = time.perf_counter() - began
-    assert loader.stalls == N_LAYERS
     assert 0.02 * N_LAYERS * 0.8 < loader.stall_s <= took
     assert 0.02 * N_LAYERS <= loader.load_s <= took
 
@@ -187,8 +186,7 @@ def test_a_slow_consumer_does_not_wait(readers, monkeypatch):
         for index in range(N_LAYERS):
             loader.layer(index)
             time.sleep(0.06)
-    assert loader.stalls == 1  # the first layer, which nothing could hide
-    assert loader.stall_s < loader.load_s
+    assert loader.stall_s < loader.load_s / 2  # the first layer, which nothing could hide
 
 
 def fail_at(monkeypatch, layer: int, error: BaseException) -> None:
