@@ -8,7 +8,6 @@ Turns leave the conversation at its beginning only, and the file is then made ag
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.errors import InvalidSettingError, StoreError, StoreFullError
+from ragblend.store.failures import is_full
 
 DEFAULT_MAX_TURNS = 32
 
@@ -28,7 +28,6 @@ _LOCK = "sessions.lock"  # SQLite's lock, as an ingest's is: one that every syst
 _PATIENCE_S = 60.0
 _ASIDE = ".rewritten"  # one for all conversations of a folder: a process that is killed leaves one at most
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class Conversation:
         try:
             yield
         except OSError as error:
-            if error.errno in _FULL:
+            if is_full(error):
                 raise StoreFullError(f"the disk of {self._path} is full: free some space") from error
             raise StoreError(f"cannot {verb} the conversation {self._path}: {error}") from error
         except sqlite3.Error as error:

@@ -17,10 +17,8 @@ so that a process that is killed in between leaves nothing behind that nobody kn
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +31,8 @@ import numpy as np
 import xxhash
 
 from ragblend.errors import IngestError, StoreError, StoreFormatError, StoreFullError
+from ragblend.store.failures import is_damaged, is_full
+from ragblend.store.folder import write_whole
 
 FORMAT_VERSION = 4
 
@@ -41,7 +41,6 @@ _VECTORS = "vectors.faiss"
 _AT_WORK = "ingest.lock"
 _BUSY_TIMEOUT_S = 60.0
 _ROWS_AT_ONCE = 4096
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE documents (name TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
@@ -408,12 +407,7 @@ class DocumentIndex:
             import faiss
 
             data = faiss.serialize_index(index).tobytes()
-            aside = self.directory / f".{_VECTORS}.{os.getpid()}.{threading.get_ident()}"
-            try:
-                aside.write_bytes(data)
-                os.replace(aside, self.directory / _VECTORS)
-            finally:
-                aside.unlink(missing_ok=True)
+            write_whole(self.directory / _VECTORS, data)
             with self._transaction():
                 self._set_meta("faiss", json.dumps([self._faiss_generation, xxhash.xxh3_128_hexdigest(data)]))
 
@@ -573,13 +567,12 @@ class DocumentIndex:
             try:
                 yield
             except (OSError, sqlite3.Error) as error:
-                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-                if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in _FULL:
+                if is_full(error):
                     raise StoreFullError(
                         f"the disk of the index in {self.directory} is full ({error}): free some space; what was "
                         "ingested before is intact"
                     ) from error
-                if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                if is_damaged(error):
                     raise StoreFormatError(
                         f"the index in {self.directory} is damaged ({error}): delete that folder and ingest again; "
                         "stored KV is found again"

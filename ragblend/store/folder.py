@@ -73,7 +73,7 @@ def claim(directory: Path, create: bool) -> Marker:
 
 def write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
     note = {"format": FORMAT_VERSION, "size_limit_bytes": size_limit_bytes, "epoch": epoch}
-    write_whole(directory / MARKER, json.dumps(note) + "\n")
+    write_whole(directory / MARKER, json.dumps(note).encode() + b"\n")
 
 
 def default_limit_bytes(directory: Path) -> int:
@@ -114,11 +114,11 @@ def files_settled(directory: Path, *, patience_s: float, read_only: bool = False
         yield True
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: aside first, then renamed."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        aside.write_bytes(content)
+        os.replace(aside, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)

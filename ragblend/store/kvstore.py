@@ -18,13 +18,10 @@ This module does not import torch until a payload is written or read.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
-import shutil
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +33,10 @@ from ragblend.errors import (
     CorruptPayloadError,
     InvalidSettingError,
     StoreError,
-    StoreFormatError,
     StoreFullError,
     whole_number,
 )
+from ragblend.store.failures import store_error
 from ragblend.store.folder import (
     MARKER,
     changing_files,
@@ -56,7 +53,6 @@ from ragblend.store.table import (
     ReadOnlyTable,
     Table,
     UnusableRowError,
-    sqlite_code,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +72,6 @@ _MAX_NOTE_BYTES = 64 << 10
 _KEYS_AT_ONCE = 500  # SQLite takes about a thousand parameters a query
 _WHERE_IS = "SELECT size, mode, filename, value FROM Cache WHERE key = ? AND raw = 1"
 _LABEL = f"substr(value, 1, {LABEL_BYTES})"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SETTLE_S = 5.0  # how long verify waits for a moment in which no payload file is being written
 
 
@@ -199,7 +194,7 @@ class KVStore:
             try:
                 self._open_tables()
             except (OSError, sqlite3.Error) as error:
-                full = self._translated(error, "open")
+                full = store_error(error, "open", self.directory)
                 if not isinstance(full, StoreFullError):
                     raise
                 self._full = full
@@ -559,7 +554,7 @@ class KVStore:
         """
         with self._typed_errors("write"):
             self.check_writable()
-            write_whole(self._document_path(name), json.dumps(content) + "\n")
+            write_whole(self._document_path(name), json.dumps(content).encode() + b"\n")
 
     def documents(self, prefix: str) -> dict[str, dict[str, Any]]:
         """All documents whose names begin so, by name."""
@@ -599,36 +594,7 @@ class KVStore:
         try:
             yield
         except (OSError, sqlite3.Error, LockedError) as error:
-            raise self._translated(error, verb) from error
-
-    def _translated(self, error: BaseException, verb: str) -> StoreError:
-        chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__ or link.__context__
-        codes = {sqlite_code(link) for link in chain}
-        full = sqlite3.SQLITE_FULL in codes or any(isinstance(e, OSError) and e.errno in _FULL for e in chain)
-        # Without room for its log, SQLite cannot even open a database, and says "disk I/O error".
-        if full or (codes & {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN} and _free_bytes(self.directory) < 1 << 20):
-            return StoreFullError(
-                f"the disk of the store in {self.directory} is full ({error}): free some space, or give the store a "
-                "smaller size_limit_bytes; what was stored before is intact"
-            )
-        if codes & {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-            return StoreFormatError(
-                f"the index of the store in {self.directory} is damaged ({error}): delete the folders kv and texts in "
-                "it and ingest again"
-            )
-        if isinstance(error, LockedError) or codes & {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
-            return StoreError(
-                f"the store in {self.directory} stayed locked by another process: look for one that hangs, and try "
-                "again"
-            )
-        return StoreError(
-            f"cannot {verb} the store in {self.directory} ({error}): check that the folder exists and that you may "
-            "write to it"
-        )
+            raise store_error(error, verb, self.directory) from error
 
     def _stored_bytes(self, key: str) -> int | None:
         """Size of the payload stored under the key; None where it is missing or not whole."""
@@ -725,13 +691,6 @@ class KVStore:
         except OSError as error:
             return f"cannot be opened: {error}"
         return ""
-
-
-def _free_bytes(directory: Path) -> int:
-    try:
-        return shutil.disk_usage(directory).free
-    except OSError:
-        return sys.maxsize
 
 
 def _write_file(path: Path, pieces: Iterable[memoryview]) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -365,8 +366,8 @@ def test_the_limit_is_remembered_whatever_kind_of_number_it_is(tmp_path, limit):
 
 
 def test_the_default_limit_is_bounded_by_the_disk(tmp_path, monkeypatch):
-    free = kvstore.shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(kvstore.shutil, "disk_usage", lambda _: free)
+    free = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with KVStore(tmp_path / "store") as store:
         assert store.size_limit_bytes == 1 << 19
 

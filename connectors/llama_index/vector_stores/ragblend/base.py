@@ -49,13 +49,13 @@ from llama_index.core.vector_stores.types import (
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
 from ragblend.errors import IngestError, InvalidSettingError, StoreError, StoreFormatError, StoreFullError
+from ragblend.store.failures import is_full
 
 FORMAT_VERSION = 1
 
 _NAME = b"ragblend vectors "
 _DIGEST_BYTES = 16
 _DEFAULT_PATH = os.path.join(DEFAULT_PERSIST_DIR, f"{DEFAULT_VECTOR_STORE}{NAMESPACE_SEP}{DEFAULT_PERSIST_FNAME}")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RagBlendFaissStore(BasePydanticVectorStore):
@@ -274,7 +274,7 @@ class RagBlendFaissStore(BasePydanticVectorStore):
                         files.rm_file(aside)
                     raise
             except OSError as error:
-                if error.errno in _FULL:
+                if is_full(error):
                     raise StoreFullError(f"no space left for {path} ({error}): free some and persist again") from error
                 raise StoreError(f"cannot write the vector store to {path}: {error}") from error
 
