@@ -28,7 +28,6 @@ from ragblend.blend.prefill import LayerSource
 from ragblend.blend.variants import (
     CONTEXT_TOKENS,
     FILLER,
-    LABEL_BYTES,
     VARIANTS,
     Context,
     Name,
@@ -43,7 +42,7 @@ from ragblend.model.decoder import Decoder
 from ragblend.prompt.chunk import chunk_key
 from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
 from ragblend.prompt.template import PromptTokenizer
-from ragblend.store.kvstore import KVStore
+from ragblend.store.kvstore import LABEL_BYTES, KVStore
 from ragblend.store.loader import LayerLoader
 
 _log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from ragblend.idle import IdleWorker
 from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
-from ragblend.prompt.chunk import Message, tokenizer_fingerprint
+from ragblend.prompt.chunk import tokenizer_fingerprint
 from ragblend.prompt.layout import Layout, Prompt, lay_out
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.quality import CALIBRATION, QUALITIES, MaxKL
@@ -176,8 +176,7 @@ class RagBlend:
         self.fingerprint = hashlib.blake2b(
             f"{self.decoder.fingerprint}:{tokenizer_fingerprint(tokenizer)}".encode(), digest_size=20
         ).hexdigest()
-        preamble, policy = self.settings.preamble, self.settings.policy
-        head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)
+        head, policy = self.settings.head, self.settings.policy
         self.preamble_ids = () if policy == "none" else self.prompts.head_ids(head)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else KVStore(store)
@@ -194,7 +193,7 @@ class RagBlend:
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
         self._serving = Serving(self.decoder, self.store, self.chunks, policy, todays_head)
         self._blending = hashlib.blake2b(
-            repr((self.fingerprint, self.preamble_ids, self.settings.policy, self.settings.namespace)).encode(),
+            repr((self.fingerprint, self.preamble_ids, policy, self.settings.namespace)).encode(),
             digest_size=16,
         ).hexdigest()
         self._samples = self._calibrated()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ragblend.audit import Audit
 from ragblend.blend.prefill import RatioChooser, Selector
-from ragblend.blend.variants import POLICIES, Policy
+from ragblend.blend.variants import Policy, check_policy
 from ragblend.errors import InvalidSettingError, whole_number
 from ragblend.prompt.chunk import Message
 from ragblend.quality import QUALITIES, MaxKL
@@ -32,7 +32,7 @@ class EngineSettings:
     policy: what else chunks are prefilled behind, see blend.variants. "none": alone, without the preamble too.
     namespace: part of the name under which KV is stored that was prefilled behind other texts of the corpus, so that
         engines that share a store never meet each other's texts.
-    ratio: share of the reused tokens that is recomputed; 0..1 or "auto".
+    ratio: share of the reused tokens that is recomputed, or what chooses it; see Ratio.
     selector: which tokens those are; None: what calibration found best, before it QuestionAttention().
     prefix_cache_bytes: memory, of the model's device, for in-context KV that is reused bit for bit; 0 turns it off.
     reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
@@ -63,13 +63,17 @@ class EngineSettings:
             isinstance(self.preamble, Sequence) and all(isinstance(m, Message) for m in self.preamble)
         ):
             raise InvalidSettingError(f"the preamble is a string or a sequence of Messages; got {self.preamble!r}")
-        if self.policy not in POLICIES:
-            raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {self.policy!r}")
+        check_policy(self.policy)
         if not isinstance(self.namespace, str):
             raise InvalidSettingError(f"the namespace is a string; got {self.namespace!r}")
         if self.audit is not None and not isinstance(self.audit, Audit):
             raise InvalidSettingError(f"audit is an Audit, such as Audit(share=0.02), or None; got {self.audit!r}")
         whole_number("prefix_cache_bytes", self.prefix_cache_bytes, least=0)
+
+    @property
+    def head(self) -> list[Message]:
+        """The preamble as messages, of which the last one goes on with the first chunk."""
+        return [Message("user", self.preamble)] if isinstance(self.preamble, str) else list(self.preamble)
 
 
 def check_ratio(ratio: Ratio) -> None:

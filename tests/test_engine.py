@@ -266,14 +266,14 @@ def test_a_closed_stream_stops(engine: RagBlend) -> None:
 
 def test_a_stream_that_another_thread_closes_stops(engine: RagBlend, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = engine.stream([*chunks(0, 1), QUESTION], ratio=1.0, max_tokens=200)
-    computing, go_on, advance = threading.Event(), threading.Event(), generate._advance
+    computing, go_on, advance = threading.Event(), threading.Event(), generate.advance
 
     def slow(*args: Any) -> Any:
         computing.set()
         go_on.wait(30)
         return advance(*args)
 
-    monkeypatch.setattr(generate, "_advance", slow)
+    monkeypatch.setattr(generate, "advance", slow)
     reading = threading.Thread(target=list, args=[stream])
     closing = threading.Thread(target=stream.close)
     reading.start()

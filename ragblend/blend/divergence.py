@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ragblend.errors import InvalidSettingError
 from ragblend.model.decoder import Decoder, KVCache
+from ragblend.model.generate import advance
 
 
 @torch.inference_mode()
@@ -24,11 +25,7 @@ def answer_logits(
     """
     found = [logits[None]]
     if len(answer) > 1:
-        rows = decoder.run(prompt_tokens, prompt_tokens + len(answer) - 1)
-        hidden = decoder.embed(torch.tensor(answer[:-1]))
-        for layer in range(decoder.n_layers):
-            hidden = decoder.layer(layer, hidden, rows, cache)
-        found.append(decoder.logits(hidden))
+        found.append(advance(decoder, cache, answer[:-1], prompt_tokens, len(answer) - 1))
     return torch.cat(found).float().cpu()
 
 

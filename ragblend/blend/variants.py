@@ -28,7 +28,9 @@ from typing import Literal, NamedTuple, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ragblend.errors import InvalidSettingError
 from ragblend.prompt.repeats import Mask, repeated_behind
+from ragblend.store.kvstore import LABEL_BYTES
 
 Policy = Literal["none", "system", "filler", "neighbours", "document"]
 """none: chunks are prefilled alone, as in published CacheBlend. system: behind the prompt's own head. filler: behind
@@ -57,9 +59,6 @@ CONTEXT_TOKENS = 300
 """Length of the filler, and of each other text, at most: what is deeper than that already changes little."""
 DEEP_TOKENS = 200
 """A context of so many tokens is deep enough; to a shorter one another text is added."""
-
-LABEL_BYTES = 16
-"""Of a note's label, as in the store."""
 
 NEIGHBOURS = 16
 """How many texts are worth offering for a chunk: where chunks overlap, many of the closest are nearly copies."""
@@ -105,7 +104,7 @@ class Note(NamedTuple):
     behind: digest of all the ids it was prefilled behind, head included.
     sources: digests of the ids of each text of the corpus among them, the one right before the chunk first.
     repeats: [chunk tokens] bool; which of its tokens repeat something that stood there.
-    label: 16 bytes to find the chunk by where it is cut, so that its ids are not known; the note begins with them.
+    label: LABEL_BYTES to find the chunk by where it is cut, so that its ids are not known; the note begins with them.
     text: the chunk's, to tell where it is cut; "" if it is not to be found so.
     """
 
@@ -154,6 +153,12 @@ class Note(NamedTuple):
 
 _DIGEST_BYTES = 16
 _NOTE = struct.Struct(f"<{LABEL_BYTES}s{_DIGEST_BYTES}sIB")
+
+
+def check_policy(policy: object) -> None:
+    """Raises InvalidSettingError unless it is the name of one."""
+    if policy not in POLICIES:
+        raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
 
 
 def digest(ids: npt.ArrayLike) -> bytes:

@@ -22,7 +22,7 @@ from ragblend.cli.options import (
     questions_of,
     template_settings_of,
 )
-from ragblend.cli.reporting import FAILED, SKIPPED, following, interrupted, progress_bar, reporting
+from ragblend.cli.reporting import FAILED, SKIPPED, counting, following, interrupted, progress_bar, reporting
 from ragblend.cli.tables import levels_table
 from ragblend.errors import EmptyPromptError, InvalidSettingError
 
@@ -256,8 +256,7 @@ def verify(
         from ragblend.kb import KnowledgeBase
 
         with KnowledgeBase(store, model=model, create=False) as kb, progress_bar("verifying") as bar:
-            task = bar.tasks[0].id
-            found = kb.verify(repair=repair, progress=lambda done, total: bar.update(task, completed=done, total=total))
+            found = kb.verify(repair=repair, progress=counting(bar))
         problems = [f"bad payload {key[:16]}: {reason}" for key, reason in found.kv.bad]
         problems += [f"missing payload {key[:16]}: a chunk of the index refers to it" for key in found.missing]
         problems += [f"file of no chunk: {name}" for name in found.kv.orphans]

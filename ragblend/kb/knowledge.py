@@ -16,11 +16,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from weakref import WeakValueDictionary
 
-from ragblend.blend.variants import POLICIES, Policy
+from ragblend.blend.variants import POLICIES, Policy, check_policy
 from ragblend.errors import ContextWindowError, EmptyPromptError, IngestError, InvalidSettingError, whole_number
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation
 from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
@@ -97,8 +96,8 @@ class KnowledgeBase:
         Raises:
             StoreError, InvalidSettingError, IngestError.
         """
-        if policy is not None and policy not in POLICIES:
-            raise InvalidSettingError(f"the policy is one of {', '.join(POLICIES)}; got {policy!r}")
+        if policy is not None:
+            check_policy(policy)
         if chunk_tokens is not None:
             chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=_LEAST_CHUNK_TOKENS)
         if template_settings is not None:
@@ -424,9 +423,7 @@ class KnowledgeBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ragblend.engine import AnswerStream, RagBlend
@@ -99,9 +98,7 @@ class ReplyStream(Iterator[str]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -132,9 +129,7 @@ class ChatSession:
         self._engine, self._retrieve, self._conversation = engine, retrieve, conversation
         self._max_turns = whole_number("max_turns", max_turns, least=1)
         self._settings = {"max_tokens": DEFAULT_MAX_TOKENS, "ratio": DEFAULT_RATIO} | _checked(settings)
-        preamble = engine.settings.preamble
-        head = [Message("user", preamble)] if isinstance(preamble, str) else list(preamble)
-        self._head, self._opening = head[:-1], head[-1]
+        *self._head, self._opening = engine.settings.head
         self._warm()
 
     @property

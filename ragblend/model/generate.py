@@ -163,12 +163,19 @@ def decode(
             while guesses and decoder.is_long(len(ids) + len(guesses)) != long:
                 guesses.pop()
             known = len(ids) - 1 if decoder.is_long(len(ids) - 1) == long else 0
-            ahead = list(_advance(decoder, cache, [*ids[known:], *guesses], known, 1 + len(guesses)))
+            ahead = list(advance(decoder, cache, [*ids[known:], *guesses], known, 1 + len(guesses)))
 
 
 @torch.inference_mode()
-def _advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: int, wanted: int) -> Tensor:
-    """Run tokens that stand at `position` and on through every layer; the logits of the last ones [wanted, vocab]."""
+def advance(decoder: Decoder, cache: KVCache, tokens: Sequence[int], position: int, wanted: int) -> Tensor:
+    """Run tokens that stand at `position` and on through every layer.
+
+    Args:
+        cache: holds the KV of every position before them, and takes theirs.
+
+    Returns:
+        [wanted, vocab] fp32: the logits of the last ones.
+    """
     rows = decoder.run(position, position + len(tokens))
     hidden = decoder.embed(torch.tensor(tokens))
     for layer in range(decoder.n_layers):

@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
@@ -38,9 +37,7 @@ class Turn:
         self._shared |= self._last not in (None, me)
         self._last = me
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._shared:
                 disband()

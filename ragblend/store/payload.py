@@ -23,7 +23,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import torch
@@ -216,9 +215,7 @@ class PayloadReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
