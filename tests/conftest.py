@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Generator
+import asyncio
+from collections.abc import Generator, Iterator
 
 import pytest
 from tiny_models import FAMILIES
@@ -10,6 +11,16 @@ from tiny_models import FAMILIES
 def family(request: pytest.FixtureRequest) -> str:
     """Each tiny model family in turn."""
     return str(request.param)
+
+
+@pytest.fixture
+def event_loop_for_core() -> Iterator[None]:
+    """Core's synchronous code takes the thread's event loop, or makes one and never closes it, which pytest reports."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 @pytest.hookimpl(wrapper=True)

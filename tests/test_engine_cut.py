@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
+from tiny_models import own_logits, tiny_model
 from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, Message, RagBlend
@@ -56,9 +56,7 @@ def statuses(ready: Ready) -> list[str]:
 
 def own_forward(engine: RagBlend, family: str, ready: Ready) -> torch.Tensor:
     """[vocab] logits of the last token, by transformers alone."""
-    with torch.inference_mode():
-        logits: torch.Tensor = tiny_model(family, len(engine.tokenizer))(ready.ids[None]).logits
-    return logits[0, -1].float()
+    return own_logits(family, ready.ids, len(engine.tokenizer))[-1]
 
 
 def test_a_cut_chunk_is_read_under_the_whole_ones_key(engine: RagBlend) -> None:

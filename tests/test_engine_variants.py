@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import own_logits, tiny_model
 from tiny_tokenizers import BUILDERS
 from torch import Tensor
 
@@ -84,10 +84,7 @@ def kv(store: KVStore, key: str) -> LayerKV:
 
 def own_forward(engine: RagBlend, ids: Tensor) -> Tensor:
     """[vocab] logits of the last token, by transformers alone."""
-    model = tiny_model("llama", vocab=len(engine.tokenizer))
-    with torch.inference_mode():
-        logits: Tensor = model(ids[None]).logits
-    return logits[0, -1].float()
+    return own_logits("llama", ids, len(engine.tokenizer))[-1]
 
 
 def variants(engine: RagBlend, texts: Sequence[str], **how: Any) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, own_logits, tiny_model
 from torch import Tensor
 
 from ragblend.blend.precompute import Precomputer
@@ -102,25 +102,19 @@ def bench(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
         yield Bench(decoder, store)
 
 
-@torch.inference_mode()
-def stock_logits(family: str, ids: Tensor) -> Tensor:
-    """What transformers itself says, on a model ragblend never touched: [tokens, vocab]."""
-    return tiny_model(family)(input_ids=ids[None]).logits[0]
-
-
 def test_full_prefill_equals_the_stock_forward(family: str) -> None:
     decoder = Decoder(tiny_model(family))
     for tokens in (1, 2, 97, 300):
         ids = torch.randint(0, 320, (tokens,), generator=torch.Generator().manual_seed(tokens))
         done = prefill(decoder, decoder.new_cache(tokens), full_plan(ids), None, RecomputeNone(), 0.0)
-        assert (done.logits - stock_logits(family, ids)[-1]).abs().max() < TOLERANCE
+        assert (done.logits - own_logits(family, ids)[-1]).abs().max() < TOLERANCE
         assert done.row_layers == tokens * decoder.n_layers
 
 
 @pytest.mark.parametrize("selector", SELECTORS[:-1], ids=repr)
 def test_ratio_one_equals_the_stock_forward(bench: Bench, family: str, selector: Selector) -> None:
     done, _, plan = bench.blend((2, 0, 3, 1), selector, 1.0)
-    assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+    assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
     assert torch.equal(done.recomputed | plan.settled, plan.reused)
 
 
@@ -131,7 +125,7 @@ def test_every_permutation_subset_and_repetition_agrees_at_ratio_one(bench: Benc
     orders += [(1, 1), (0, 2, 0), (3, 3, 3, 3)]
     for order in orders:
         done, _, plan = bench.blend(order, RecomputeAll(), 1.0)
-        assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE, order
+        assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE, order
 
 
 @pytest.mark.parametrize("absent", [{0, 1, 2, 3}, {1}, {0, 3}], ids=str)
@@ -142,7 +136,7 @@ def test_misses_run_at_every_ratio(bench: Bench, family: str, absent: set[int], 
         done, _, plan = missing.blend((1, 3, 0, 1, 2), selector, ratio)
         assert torch.isfinite(done.logits).all()
         if len(absent) == 4 or (ratio == 1.0 and selector != RecomputeNone()):
-            assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+            assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
 
 def test_first_chunk_behind_its_own_preamble_is_the_stock_prefix(bench: Bench, family: str) -> None:
@@ -155,7 +149,7 @@ def test_first_chunk_behind_its_own_preamble_is_the_stock_prefix(bench: Bench, f
         ):
             torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
     assert (done.logits - full.logits).abs().max() < TOLERANCE
-    assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+    assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
 
 def ended(plan: Plan, stop: int) -> Plan:
@@ -168,7 +162,7 @@ def test_a_prompt_may_end_in_a_chunk(bench: Bench, family: str) -> None:
     whole = bench.plan((1, 2))
     stop = whole.question[0]
     plan = ended(whole, stop)
-    expected = stock_logits(family, plan.ids)[-1]
+    expected = own_logits(family, plan.ids)[-1]
     for selector in SELECTORS:
         for ratio in (0.0, 0.3, 1.0):
             done, _, _ = bench.blend((1, 2), selector, ratio, plan)
@@ -180,7 +174,7 @@ def test_a_prompt_may_end_in_a_chunk(bench: Bench, family: str) -> None:
     whole = bench.plan((2,))
     plan = ended(whole, stop)
     done, _, _ = bench.blend((2,), RecomputeNone(), 0.0, plan)
-    assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+    assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
@@ -250,7 +244,7 @@ def test_known_prefix_and_rest_equal_the_whole(bench: Bench, family: str) -> Non
         for layer in range(bench.decoder.n_layers):
             again.write(layer, slice(0, known), *cache.read(layer, slice(0, known)))
         done = prefill(bench.decoder, again, full_plan(plan.ids, known), None, RecomputeNone(), 0.0)
-        assert (done.logits - stock_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
+        assert (done.logits - own_logits(family, plan.ids)[-1]).abs().max() < TOLERANCE
         assert done.row_layers == (len(plan.ids) - known) * bench.decoder.n_layers
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
@@ -147,3 +148,9 @@ def tiny_model(family: str, vocab: int = 320, seed: int = 0) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.1))
     return model
+
+
+@torch.inference_mode()
+def own_logits(family: str, ids: Tensor, vocab: int = 320) -> Tensor:
+    """What transformers itself says of ids [tokens], on a model ragblend never touched: [tokens, vocab]."""
+    return tiny_model(family, vocab)(input_ids=ids[None]).logits[0]

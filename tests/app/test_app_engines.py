@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,7 @@ TEXTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def event_loop_for_core() -> Iterator[None]:
-    """Core's synchronous code takes the thread's event loop, or makes one and never closes it."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    asyncio.set_event_loop(None)
-    loop.close()
+pytestmark = pytest.mark.usefixtures("event_loop_for_core")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +17,8 @@ from ragblend.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
-def event_loop_for_core() -> Iterator[None]:
-    """Core's synchronous code takes the thread's event loop, or makes one and never closes it, which pytest reports."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    asyncio.set_event_loop(None)
-    loop.close()
+def always(event_loop_for_core: None) -> None:
+    """All of these tests may run core's synchronous code."""
 
 
 @pytest.fixture
