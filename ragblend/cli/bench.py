@@ -21,6 +21,7 @@ from ragblend.cli.options import (
     Ratios,
     at_least_one,
     is_there,
+    model_of,
     ratio_of,
     ratios_of,
 )
@@ -59,11 +60,10 @@ def ttft(
         )
         ratio_of(str(ratio))
         from ragblend.evaluation.ttft import run
-        from ragblend.model.sources import DEFAULT_MODEL
 
         with progress_bar("measuring") as bar:
             result = run(
-                model=model or DEFAULT_MODEL,
+                model=model_of(model),
                 data=data,
                 chunks=chunks,
                 chunk_tokens=chunk_tokens,
@@ -103,11 +103,10 @@ def chat(
         at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, turns=turns, limit=limit, answer_tokens=answer_tokens)
         ratio_of(str(ratio))
         from ragblend.evaluation.chat import run
-        from ragblend.model.sources import DEFAULT_MODEL
 
         with progress_bar("chatting") as bar:
             result = run(
-                model=model or DEFAULT_MODEL,
+                model=model_of(model),
                 data=data,
                 chunks=chunks,
                 chunk_tokens=chunk_tokens,
@@ -199,11 +198,10 @@ def budget(
         at_least_one(chunks=chunks, chunk_tokens=chunk_tokens, limit=limit)
         bounds = QUALITIES if max_kl is None else {"max_kl": MaxKL(max_kl).nats}
         from ragblend.evaluation.budget import run
-        from ragblend.model.sources import DEFAULT_MODEL
 
         with progress_bar("measuring") as bar:
             result = run(
-                model=model or DEFAULT_MODEL,
+                model=model_of(model),
                 data=data,
                 chunks=chunks,
                 chunk_tokens=chunk_tokens,
@@ -234,10 +232,9 @@ def leaks(
         at_least_one(limit=limit)
         shares = ratios_of(ratios)
         from ragblend.evaluation.leaks import run
-        from ragblend.model.sources import DEFAULT_MODEL
 
         with progress_bar("asking") as bar:
-            result = run(model=model or DEFAULT_MODEL, count=limit, ratios=shares, dtype=dtype, progress=counting(bar))
+            result = run(model=model_of(model), count=limit, ratios=shares, dtype=dtype, progress=counting(bar))
         lines = (f"{name}: {numbers['told']:.1%} told" for name, numbers in result["strategies"].items())
         say(result, "\n".join(lines))
 
@@ -355,11 +352,10 @@ def _fidelity(
     at_least_one(**{name: value for name, value in how.items() if type(value) is int})
     shares = ratios_of(ratios)
     from ragblend.evaluation.fidelity import DEFAULT_STRATEGIES, run
-    from ragblend.model.sources import DEFAULT_MODEL
 
     with progress_bar("measuring") as bar:
         result = run(
-            model=model or DEFAULT_MODEL,
+            model=model_of(model),
             data=data,
             ratios=shares,
             strategies=strategy or DEFAULT_STRATEGIES,

@@ -117,6 +117,12 @@ def ratio_of(value: str | None) -> float | str | None:
     raise InvalidSettingError(f"--ratio takes a number from 0 to 1, or auto; got {value!r}")
 
 
+def model_of(name: str | None) -> str:
+    from ragblend.model.sources import DEFAULT_MODEL  # which knows torch, and that takes its time
+
+    return name or DEFAULT_MODEL
+
+
 def at_least_one(**options: int) -> None:
     for name, value in options.items():
         if value < 1:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ragblend.blend.divergence import agreement, kl_divergence
 from ragblend.blend.variants import Policy, neighbours_of, texts_before
 from ragblend.engine import RagBlend, Ready
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import InvalidSettingError, whole_number
 from ragblend.evaluation.metrics import (
     Statistic,
     bootstrap_interval,
@@ -133,11 +133,9 @@ def run(
     Raises:
         InvalidSettingError, ModelError, MissingDependencyError, StoreError.
     """
-    for name, value in (("chunks", chunks), ("chunk_tokens", chunk_tokens), ("limit", limit)):
-        if value < 1:
-            raise InvalidSettingError(f"{name} must be at least 1, got {value}")
-    if answer_tokens < 1:
-        raise InvalidSettingError(f"answer_tokens must be at least 1, got {answer_tokens}")
+    counts = {"chunks": chunks, "chunk_tokens": chunk_tokens, "limit": limit, "answer_tokens": answer_tokens}
+    for name, value in counts.items():
+        whole_number(name, value, least=1)
     compared = entries(strategies, ratios)
     with ExitStack() as stack:
         loaded, tokenizer = load_model(model, dtype=dtype)

@@ -20,7 +20,7 @@ from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, Recom
 from ragblend.blend.variants import POLICIES, Policy
 from ragblend.engine import RagBlend
 from ragblend.errors import InvalidSettingError
-from ragblend.evaluation.cases import read_cases
+from ragblend.evaluation.cases import Case, read_cases
 from ragblend.model.decoder import Decoder, PreTrainedTokenizerBase
 from ragblend.prompt.match import MIN_INDEXED_CHARS, is_indexable
 from ragblend.prompt.template import PromptTokenizer
@@ -44,13 +44,8 @@ SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question with the passages to answer it from, cut to a number of tokens."""
-
-    id: str
-    question: str
-    answers: tuple[str, ...]
-    chunks: tuple[str, ...]
+class Question(Case):
+    """A case as it is asked; its chunks are cut to a number of tokens."""
 
     def prompt(self, order: Sequence[int]) -> str:
         """The prompt string with the chunks in the given order."""

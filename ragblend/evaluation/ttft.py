@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ragblend.engine import RagBlend
-from ragblend.errors import InvalidSettingError
+from ragblend.errors import whole_number
 from ragblend.evaluation.stock import Stock
 from ragblend.evaluation.strategies import (
     Question,
@@ -77,8 +77,7 @@ def run(
         "repeats": repeats,
         "decode_tokens": decode_tokens,
     }.items():
-        if value < 1:
-            raise InvalidSettingError(f"{name} must be at least 1, got {value}")
+        whole_number(name, value, least=1)
     with ExitStack() as stack:
         stock, tokenizer = load_model(model, dtype=dtype)
         driven, _ = load_model(model, dtype=dtype)

@@ -18,7 +18,7 @@ that it does not happen every turn. What is left is prefilled anew, also while t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from ragblend.engine import AnswerStream, RagBlend
@@ -26,7 +26,7 @@ from ragblend.errors import EmptyPromptError, InvalidSettingError, whole_number
 from ragblend.kb.conversation import DEFAULT_MAX_TURNS, Conversation, Turn
 from ragblend.kb.files import readable
 from ragblend.kb.reports import Reply
-from ragblend.model.generate import DecodeSettings
+from ragblend.model.generate import DecodeSettings, stop_strings
 from ragblend.prompt.chunk import Chunk, Message
 from ragblend.report import BlendReport
 from ragblend.settings import check_ratio, check_selector
@@ -253,8 +253,8 @@ class ChatSession:
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings as the engine takes them. Raises InvalidSettingError where it would, before a turn is asked."""
     chosen = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(stop := chosen.get("stop"), Iterable):  # in all the ways in which RagBlendLLM takes it
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "stop" in chosen:
+        chosen["stop"] = stop_strings(chosen["stop"])
     if "top_k" in chosen:
         raise InvalidSettingError("top_k is the number of a session's sources, for all turns: kb.session(top_k=...)")
     if "ratio" in chosen:

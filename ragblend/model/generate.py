@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ class DecodeSettings:
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < 1e-4 or self.top_k == 1
+
+
+def stop_strings(stop: object) -> Any:
+    """Stop strings as DecodeSettings takes them, of one or several; what is neither is left for it to refuse."""
+    if isinstance(stop, str):
+        return (stop,)
+    return tuple(stop) if isinstance(stop, Iterable) else stop
 
 
 class Step(NamedTuple):

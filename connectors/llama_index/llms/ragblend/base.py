@@ -55,7 +55,7 @@ from ragblend.blend.prefill import Selector
 from ragblend.chunks import IngestReport
 from ragblend.engine import AnswerStream, RagBlend
 from ragblend.errors import InvalidSettingError
-from ragblend.model.generate import DecodeSettings
+from ragblend.model.generate import DecodeSettings, stop_strings
 from ragblend.model.sources import DEFAULT_MODEL, Model
 from ragblend.prompt.chunk import Message, ToolCall
 from ragblend.quality import MaxKL
@@ -63,7 +63,7 @@ from ragblend.report import BlendReport
 from ragblend.settings import Ratio, check_ratio, check_selector
 from ragblend.store.kvstore import KVStore
 
-_DECODING = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop", "seed")
+_DECODING = tuple(DecodeSettings.__annotations__)
 _PER_CALL = (*_DECODING, "ratio", "selector")
 # Core's own DocumentContextExtractor sends HTTP headers to whatever LLM it has. They mean nothing here.
 _IGNORED = frozenset({"extra_headers"})
@@ -204,13 +204,13 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
             "top_k": top_k,
             "top_p": top_p,
             "repetition_penalty": repetition_penalty,
-            "stop": _stops(stop),
+            "stop": stop_strings(stop),
             "context_window": context_window,
             "stopping_ids": None if stopping_ids is None else list(stopping_ids),
         }
         chosen = huggingface.with_theirs(own, theirs, defaults=_DEFAULTS) | {"seed": seed}
-        decoding = {name: chosen[name] for name in _DECODING} | {"stop": _stops(chosen["stop"])}
-        _check_decoding(decoding)
+        decoding = {name: chosen[name] for name in _DECODING} | {"stop": stop_strings(chosen["stop"])}
+        DecodeSettings(**decoding)
         if isinstance(ratio, dict):  # as to_dict writes it
             ratio = MaxKL(**ratio)
         if ratio is not None:
@@ -427,7 +427,7 @@ class RagBlendLLM(TemplateLLM, FunctionCallingLLM):
         if unknown := sorted(settings.keys() - {*_PER_CALL, *_IGNORED}):
             raise InvalidSettingError(f"a call takes {', '.join(_PER_CALL)}; not {', '.join(unknown)}")
         chosen = {name: getattr(self, name) if settings.get(name) is None else settings[name] for name in _PER_CALL}
-        chosen["stop"] = _stops(chosen["stop"])
+        chosen["stop"] = stop_strings(chosen["stop"])
         if offer is not None:
             chosen |= {"tools": offer.tools, "begin": offer.begin}
         return self.engine.stream(prompt, cancelled=cancelled, **chosen)
@@ -699,20 +699,6 @@ def _known_tools(offered: Sequence[BaseTool]) -> Iterator[None]:
         raise ValueError(
             f"the model called a tool {error}, and there is only {names}: ask again, or require one with tool_choice="
         ) from error
-
-
-def _stops(stop: object) -> Any:
-    """Stop strings as the engine takes them; what is no sequence of strings is left for it to refuse."""
-    if isinstance(stop, str):
-        return (stop,)
-    return tuple(stop) if isinstance(stop, Iterable) else stop
-
-
-def _check_decoding(settings: dict[str, Any]) -> None:
-    try:
-        DecodeSettings(**settings)
-    except TypeError as error:
-        raise InvalidSettingError(f"a setting of the wrong type: {error}") from error
 
 
 def _raw(stream: AnswerStream) -> dict[str, Any]:
