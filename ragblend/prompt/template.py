@@ -6,8 +6,7 @@ Two tokenizers are built from the model's own, which is never touched:
 - the *content* tokenizer reads everything people or documents wrote: control tokens do not exist in it, so a literal
   `<|im_end|>` is a handful of ordinary tokens.
 
-Neither adds BOS or EOS, and neither puts a space in front of what it reads ("dummy prefix"): a chunk has the same ids
-at every place of every prompt.
+Neither puts anything around what it reads (see encoder.py): a chunk has the same ids at every place of every prompt.
 
 A chat template is rendered with a placeholder in place of each message's content and cut there. What a template
 decides by looking *into* content (dropping the reasoning part of an earlier answer, say) is therefore not done; whether
@@ -31,7 +30,6 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Tokenizer
 
 from ragblend.errors import InvalidSettingError, MissingDependencyError, UnsupportedModelError
 from ragblend.prompt.calls import MARKS, checked, replaced
@@ -45,6 +43,7 @@ from ragblend.prompt.chunk import (
     joined_parts,
     template_sources,
 )
+from ragblend.prompt.encoder import Encoder, automatic_head, is_control, readable, unknown_id
 
 SegmentKind = Literal["control", "text", "chunk"]
 
@@ -52,11 +51,7 @@ MESSAGE_SEPARATOR = "\n\n"
 """What stands between messages when the model has no chat template."""
 
 _REMEMBERED_CHUNKS = 1024
-_MODEL_STUB = {"type": "BPE", "vocab": {}, "merges": []}
 _BYTE_LITERAL = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# <|name|>, also with full-width bars: control tokens by convention even where a tokenizer does not flag them special,
-# and where a template spells them in pieces ('<|' + role + '|>').
-_CONTROL_SHAPE = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # White space that str.strip() removes and no template writes: it shows on which sides a template trims content.
 _PADS = "\u2003\u2002\u2004\u2005\u2007\u2008"
@@ -166,12 +161,12 @@ class PromptTokenizer:
 
         added = document["added_tokens"]
         named = {str(token) for token in tokenizer.all_special_tokens if str(token).strip()}
-        control = [token for token in added if _is_control(token, named, sources)]
-        self._control = _Encoder(backend, document, added)
-        self._content = _Encoder(backend, document, [token for token in added if token not in control])
+        control = [token for token in added if is_control(token, named, sources)]
+        self._control = Encoder(backend, document, added)
+        self._content = Encoder(backend, document, [token for token in added if token not in control])
 
         named_ids = {token_id for token in named if (token_id := backend.token_to_id(token)) is not None}
-        self.unk_id = _unknown_id(backend, document["model"])
+        self.unk_id = unknown_id(backend, document["model"])
         if self.unk_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             self.unk_id = None  # it can only be one thing: characters it would stand for are replaced instead
         self.control_ids: frozenset[int] = frozenset({int(token["id"]) for token in control} | named_ids).difference(
@@ -179,7 +174,7 @@ class PromptTokenizer:
         )
         self._unknown_literal = "" if self.unk_id is None else backend.id_to_token(self.unk_id) or ""
         self._byte_literals = bool(document["model"].get("byte_fallback"))
-        self.bos_ids = _automatic_head(backend, document)
+        self.bos_ids = automatic_head(document)
         self._bos_text = "".join(backend.id_to_token(token) or "" for token in self.bos_ids)
         if tuple(self.encode_control(self._bos_text)) != self.bos_ids:
             raise UnsupportedModelError(
@@ -203,7 +198,7 @@ class PromptTokenizer:
         The same text gives the same ids always, and decoding them gives the text back as far as the tokenizer's own
         normaliser allows. Lone surrogates, which no tokenizer can read, become U+FFFD.
         """
-        text = _readable(text)
+        text = readable(text)
         ids, _ = self._content.encode(text)
         if self.control_ids.isdisjoint(ids) and not self._may_hold_literal(text):
             return ids
@@ -211,7 +206,7 @@ class PromptTokenizer:
 
     def encode_control(self, text: str) -> list[int]:
         """The template's own text to ids: control tokens are live. Never give it anything a user or document wrote."""
-        return self._control.encode(_readable(text))[0]
+        return self._control.encode(readable(text))[0]
 
     def encode(self, segment: Segment) -> list[int]:
         """The ids of one segment, by its kind. Those of recent chunks are remembered: they come again and again."""
@@ -530,113 +525,6 @@ class PromptTokenizer:
                     # A template that leaves the turn open would show the next turn's BOS here: no sign of an end.
                     return frozenset(stop if token in begins else stop | {token})
         return frozenset(stop)
-
-
-class _Encoder:
-    """A `tokenizers` pipeline on the model's own vocabulary, with these added tokens and no dummy prefix."""
-
-    def __init__(self, backend: Tokenizer, document: dict[str, Any], added: list[dict[str, Any]]) -> None:
-        model = document["model"]
-        pipeline = {
-            **document,
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": _without_prefix(document["normalizer"]),
-            "pre_tokenizer": _without_prefix(document["pre_tokenizer"]),
-            "decoder": _without_prefix(document["decoder"]),
-            "post_processor": None,
-            "model": {**model, "dropout": None} if model.get("dropout") else _MODEL_STUB,
-        }
-        self._tokenizer = Tokenizer.from_str(json.dumps(pipeline))
-        if not model.get("dropout"):
-            self._tokenizer.model = backend.model  # shared, not copied: vocabularies are large
-        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        ordered = sorted(added, key=lambda token: int(token["id"]))
-        self._tokenizer.add_tokens(
-            [AddedToken(token["content"], **{flag: token[flag] for flag in flags}) for token in ordered]
-        )
-        # Ids of added tokens are handed out in the order of adding; where one is left out, later ones move up.
-        self._true_id = {
-            given: token["id"]
-            for token in added
-            if (given := self._tokenizer.token_to_id(token["content"])) not in (None, token["id"])
-        }
-        self._given_id = {true: given for given, true in self._true_id.items()}
-
-    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """[tokens] ids and their half-open character ranges in the text."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = encoding.ids
-        if self._true_id:
-            ids = [self._true_id.get(token, token) for token in ids]
-        return ids, encoding.offsets
-
-    def token(self, token_id: int) -> str | None:
-        return self._tokenizer.id_to_token(self._given_id.get(token_id, token_id))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([self._given_id.get(token, token) for token in ids], skip_special_tokens=False)
-
-
-def _is_control(token: dict[str, Any], named: set[str], sources: dict[str, str]) -> bool:
-    """Whether an added token steers the model, so that content must not be able to write it."""
-    literal = token["content"]
-    if not literal.replace("▁", "").strip():
-        return False  # runs of white space: some vocabularies add them, and every template source has them
-    if token["special"] or literal in named or _CONTROL_SHAPE.fullmatch(literal):
-        return True
-    # A plain word that a template happens to use ("user") is no control token; one with brackets or the like is.
-    spelled = any(not (char.isalnum() or char.isspace() or char in "▁_") for char in literal)
-    return spelled and any(literal in source for source in sources.values())
-
-
-def _without_prefix(part: Any) -> Any:
-    """A normaliser, pre-tokeniser or decoder description without anything that adds or eats a leading space."""
-    if not isinstance(part, dict):
-        return part
-    kind = part.get("type")
-    if kind == "Prepend" or (kind == "Strip" and part.get("content") in (" ", "▁") and part.get("start")):
-        return None
-    if kind == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    if kind == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    if kind == "Sequence":
-        name = next(name for name in ("normalizers", "pretokenizers", "decoders") if name in part)
-        inner = [kept for item in part[name] if (kept := _without_prefix(item)) is not None]
-        return {**part, name: inner} if inner else None
-    return part
-
-
-def _unknown_id(backend: Tokenizer, model: dict[str, Any]) -> int | None:
-    if model["type"] == "Unigram":
-        return model.get("unk_id")
-    unknown = model.get("unk_token")
-    return None if unknown is None else backend.token_to_id(unknown)
-
-
-def _automatic_head(backend: Tokenizer, document: dict[str, Any]) -> tuple[int, ...]:
-    """What the tokenizer puts before a text by itself. Asked of a copy: calling the shared one changes its state."""
-    if document["post_processor"] is None:
-        return ()
-    model = {**document["model"], "dropout": None} if "dropout" in document["model"] else document["model"]
-    copy = Tokenizer.from_str(json.dumps({**document, "model": model, "truncation": None, "padding": None}))
-    body = copy.encode("a", add_special_tokens=False).ids
-    whole = copy.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(body) + 1):
-        if whole[start : start + len(body)] == body:
-            return tuple(whole[:start])
-    raise UnsupportedModelError("the tokenizer's post-processor changes the text it is given")
-
-
-def _readable(text: str) -> str:
-    """The text with paired surrogates joined and lone ones replaced; nearly always the text itself."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
 
 
 def _content_segments(message: Message, *, trim_left: bool, trim_right: bool) -> list[Segment]:
