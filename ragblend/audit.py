@@ -179,6 +179,7 @@ class Guard:
         _log.warning("from now on %s, at least: %s", what, reason)
 
     def log(self) -> AuditLog:
+        """What was found so far."""
         with self._lock:
             window = list(self._window)
             unsampled = [not each.same_answer for each in window if each.same_answer is not None]

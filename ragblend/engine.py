@@ -76,6 +76,7 @@ class Ready(NamedTuple):
     ids: [tokens] int64. cache: holds their KV. logits: [vocab] fp32 of the last one.
     root: names this way of blending in the prefix cache; b"" where its blended KV is of no use to later prompts.
     exact_tokens: leading tokens whose KV is exact.
+    misses: chunks to be stored when the answer is over.
     started: time.perf_counter() when the prompt came in.
     """
 
@@ -159,7 +160,17 @@ class AnswerStream(Iterator[str]):
 
 
 class RagBlend:
-    """A model and a store of chunk KV. Any number of threads may ask at once; computing takes turns."""
+    """A model and a store of chunk KV. Any number of threads may ask at once; computing takes turns.
+
+    Attributes:
+        settings: how it blends.
+        decoder, tokenizer, prompts: the model, driven layer by layer; its tokenizer; what makes ids of prompts and text
+            of ids.
+        fingerprint: of model and tokenizer, a part of every chunk's key.
+        preamble_ids: [tokens]; the head that chunks are prefilled behind. () with the policy "none".
+        store, chunks: the KV store; the chunks in it that are this engine's.
+        prefix_cache: KV of prompt beginnings, in RAM.
+    """
 
     def __init__(
         self,
@@ -200,7 +211,6 @@ class RagBlend:
         self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
         self._controller = LoadingController(floor=DEFAULT_RATIO)
-        self._compute = self.decoder.turn
         self._prefetcher = Prefetcher()
         self._idle = IdleWorker(_WAITING)
         # Not `close`: engines are collected in whatever thread, which may hold what the worker is waiting for.
@@ -299,6 +309,7 @@ class RagBlend:
 
         Raises:
             EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
+            NotCalibratedError: a bound on the divergence is asked for, and nothing says what keeps it.
         """
         with self.stream(prompt, ratio=ratio, selector=selector, **how) as stream:
             for _ in stream:
@@ -324,7 +335,11 @@ class RagBlend:
                 `prompt.calls.read_calls`.
             begin: what the answer is made to begin with (`prompts.begin_call`); it is no part of its text.
             goes_on: whether later prompts may go on from the whole of this one; if not, its blended KV is not kept.
-            cancelled: asked while the prompt is prefilled whether to give up, with a PrefillCancelledError.
+            cancelled: asked while the prompt is prefilled whether to give up.
+
+        Raises:
+            As `answer`.
+            PrefillCancelledError: `cancelled` said so.
         """
         try:
             settings = DecodeSettings(**how)
@@ -361,8 +376,7 @@ class RagBlend:
             tools, begin, cancelled: as for `stream`.
 
         Raises:
-            EmptyPromptError, ContextWindowError, InvalidSettingError: before anything is computed.
-            PrefillCancelledError: `cancelled` said so.
+            As `stream`.
         """
         started = time.perf_counter()
         ratio = self.settings.ratio if ratio is None else ratio
@@ -387,7 +401,7 @@ class RagBlend:
         elif ratio != 1:
             way = repr((self._blending, ratio, selector, least, self.decoder.is_long(tokens)))
             root = hashlib.blake2b(way.encode(), digest_size=16).digest()
-        with self._compute:
+        with self.decoder.turn:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
             known, exact = self._known_prefix(root, ids, cache)
             done = self._blend(layout, ids, cache, known, ratio, selector, least, cancelled)
@@ -530,7 +544,7 @@ class RagBlend:
             partial(self.prompts.decode, marks=marks),
         )
         while True:
-            with self._compute:
+            with self.decoder.turn:
                 step = next(steps, None)
                 self._idle.busy()
             if step is None:
@@ -542,7 +556,7 @@ class RagBlend:
 
         answer: as many token ids as the prefill left room for; what was decoded so far is overwritten.
         """
-        with self._compute:
+        with self.decoder.turn:
             return answer_logits(self.decoder, ready.cache, ready.logits, len(ready.ids), answer)
 
     def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool, goes_on: bool) -> None:
@@ -692,7 +706,7 @@ class RagBlend:
 
         for_prefix: whether it goes on from what the prefix cache holds, and is of use there only.
         """
-        with self._compute:
+        with self.decoder.turn:
             cache = self.decoder.new_cache(len(ids) + max_tokens)
             known = self._known_prefix(self._exact_root(len(ids)), ids, cache)[0] if for_prefix else 0
         while True:
@@ -702,7 +716,7 @@ class RagBlend:
             stop = min(known + _AUDITED_AT_ONCE, len(ids))
             if self.decoder.is_long(stop) != self.decoder.is_long(len(ids)):
                 stop = len(ids)
-            with self._compute:
+            with self.decoder.turn:
                 done = prefill(self.decoder, cache, full_plan(ids[:stop], known), None, RecomputeNone(), 0.0)
             if stop == len(ids):
                 return Ready(ids, cache, done.logits, BlendReport(), b"", len(ids), (), 0.0)

@@ -35,6 +35,7 @@ class InMemory:
         self._layers, self._device = layers, device
 
     def layer(self, index: int) -> LayerKV:
+        """See LayerSource."""
         return LayerKV(*(part.to(self._device) for part in self._layers[index]))
 
 

@@ -2,7 +2,7 @@
 
 CacheBlend (Yao et al., arXiv 2405.16444, section 4), with exact causal masks and any selector:
 
-1.  The prompt is cut into spans. Tokens are *known* (their exact KV is in the cache: a prefix computed before),
+1.  The prompt is cut into spans. Tokens are *known* (their KV is in the cache already: a prefix computed before),
     *reused* (their chunk's KV was computed elsewhere and is in the store) or *fresh* (everything else).
 2.  Layer by layer, the reused keys and values stream in from the store; keys are rotated, once, to the positions they
     have in this prompt.
@@ -45,7 +45,7 @@ class Plan:
     """What is known about a prompt before the pass.
 
     ids: [tokens] int64.
-    known: the first `known` positions have exact KV in the cache already.
+    known: the first `known` positions have their KV in the cache already: a full prefill's, or an earlier blend's.
     reused: [tokens] bool; positions whose KV the source brings, in order. None of them is < known.
     settled: [tokens] bool; reused positions that stand in the very context they were computed in: never recomputed.
     chunks: (start, stop) of every reused chunk, in order; together they are the reused positions.
@@ -91,7 +91,9 @@ class Pass:
     """One prefill on its way through the layers; what a selector may look at.
 
     kept: [tokens] bool; reused tokens that are still being recomputed.
-    positions: [rows] int64; the rows being computed: fresh and kept tokens, ascending.
+    fresh: [tokens] bool; those that are computed in any case: neither known nor reused, and the last one.
+    angles: of every position, for each kind of layer (see Decoder.angles).
+    positions: [rows] int64; the rows being computed: fresh and kept tokens, ascending. rows: the same for the decoder.
     hidden: [1, rows, hidden]; their hidden states before the current layer.
     row_layers: rows x layers computed so far, selection included.
     load_s: time spent waiting for reused KV and putting it in place.
@@ -210,7 +212,7 @@ def prefill(
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
         InvalidSettingError: the selector looks at a layer that the model does not have, or scores too late for the
-            ratio to be chosen.
+            ratio to be chosen; or what is chosen is no ratio.
         PrefillCancelledError: `cancelled` said so.
     """
     moved = plan.reused & ~plan.settled
@@ -264,7 +266,7 @@ def _best(scores: Tensor, among: Tensor, budget: int) -> Tensor:
 
 
 def full_plan(ids: Sequence[int] | Tensor, known: int = 0) -> Plan:
-    """A plan that reuses nothing behind `known` exact positions."""
+    """A plan that reuses nothing behind `known` positions."""
     tokens = torch.as_tensor(ids, dtype=torch.int64)
     nothing = torch.zeros(len(tokens), dtype=torch.bool)
     return Plan(tokens, known, nothing, nothing, (), (known, len(tokens)), nothing, nothing)

@@ -69,6 +69,9 @@ class HKVD:
     check_layer: the layer at which tokens are first ranked.
     layers: over how many layers the set shrinks to the ratio (1: at once). Gradual filtering: the first keeps
         `slack` times the ratio, each next one geometrically less, the last the ratio.
+
+    Raises:
+        InvalidSettingError: a value out of range.
     """
 
     by: Literal["k", "v", "kv"] = "k"
@@ -111,6 +114,9 @@ class QuestionAttention:
 
     band: (start, stop) of the band as shares of the depth.
     question_tokens: at most so many of the last rows are asked.
+
+    Raises:
+        InvalidSettingError: a value out of range.
     """
 
     band: tuple[float, float] = (0.375, 0.625)
@@ -141,7 +147,7 @@ class QuestionAttention:
         else:
             rows = decoder.rows(positions, state.angles)
 
-        asked = self.layers(decoder.windows, tokens)
+        asked = self.asked_layers(decoder.windows, tokens)
         mass = torch.zeros(tokens, device=decoder.device)
         probing = rows.probing(AttentionProbe(len(positions) - len(question), mass))
         hidden = decoder.embed(plan.ids[positions])
@@ -151,8 +157,8 @@ class QuestionAttention:
             state.row_layers += len(positions)
         return mass.cpu()
 
-    def layers(self, windows: Sequence[int | None], tokens: int) -> frozenset[int]:
-        """The layers asked: those of the band that see the whole prompt.
+    def asked_layers(self, windows: Sequence[int | None], tokens: int) -> frozenset[int]:
+        """Those of the band that see the whole prompt.
 
         A layer with a sliding window says nothing about what lies before it. Where the band has no other, the next
         layer that sees everything is asked, and where the model has none, the band as it is.
@@ -170,7 +176,11 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def selector_as_dict(selector: Selector) -> dict[str, Any]:
-    """Plain types only, for JSON: the selector's name and its parameters."""
+    """Plain types only, for JSON: the selector's name and its parameters.
+
+    Raises:
+        InvalidSettingError: it is none of this file's.
+    """
     name = type(selector).__name__
     if _KINDS.get(name) is not type(selector):
         raise InvalidSettingError(f"{selector!r} cannot be written down: only {', '.join(_KINDS)} can")

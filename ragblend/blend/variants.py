@@ -123,6 +123,7 @@ class Note(NamedTuple):
         text: str = "",
         sources: Iterable[Sequence[int]] = (),
     ) -> Self:
+        """The note of a chunk of these ids behind those in `before`, the texts of `sources` among them."""
         repeats = repeated_behind(np.asarray(before, dtype=np.int64), np.asarray(ids, dtype=np.int64))
         return cls(digest(before), repeats, label, text, tuple(digest(source) for source in sources))
 

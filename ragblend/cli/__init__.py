@@ -6,7 +6,8 @@ and stats answer at once.
 
 With RAGBLEND_DEBUG set, errors nobody expected come with a traceback.
 
-Exit codes: 0 done; 1 an error, explained; 2 a wrong option; 3 done, but some files were skipped; 130 Ctrl-C.
+Exit codes: 0 done; 1 an error, explained, or a store that is not well; 2 a wrong option; 3 done, but some files were
+skipped; 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands can be told, and how it is read."""
+"""What the commands can be told, and how it is read; an InvalidSettingError says which option is wrong, and how."""
 
 from __future__ import annotations
 

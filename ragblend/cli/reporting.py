@@ -114,6 +114,7 @@ def progress_bar(description: str) -> Iterator[Progress]:
 
 
 def following(bar: Progress) -> Callable[[str, float, int], None]:
+    """A progress function of (what is worked on, steps done, steps in all) that moves the bar and names the work."""
     task = bar.tasks[0].id
 
     def show(document: str, done: float, total: int) -> None:
@@ -123,5 +124,6 @@ def following(bar: Progress) -> Callable[[str, float, int], None]:
 
 
 def counting(bar: Progress) -> Callable[[int, int], None]:
+    """A progress function of (steps done, steps in all) that moves the bar."""
     task = bar.tasks[0].id
     return lambda done, total: bar.update(task, completed=done, total=total)

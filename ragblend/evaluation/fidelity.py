@@ -185,6 +185,7 @@ class Corpus:
         self._neighbours = dict(zip(texts, ranked, strict=True))
 
     def neighbours(self, chunk: str) -> list[str]:
+        """The closest other chunks, closest first."""
         return self._neighbours[chunk]
 
 

@@ -63,10 +63,12 @@ class Document(NamedTuple):
 
 
 def file_document(path: Path) -> Document:
+    """A file, which is opened when it is asked for its digest or its text."""
     return Document(printable(str(path)), lambda: content_digest(path), lambda: read_file(path))
 
 
 def text_document(name: str, text: str) -> Document:
+    """A text that is at hand."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
     return Document(printable(name), lambda: digest, lambda: [Part(text, {})])
 

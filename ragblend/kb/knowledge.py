@@ -217,6 +217,7 @@ class KnowledgeBase:
         Raises:
             EmptyPromptError, InvalidSettingError, IngestError (there are no documents): before a model is loaded.
             ContextWindowError: the question leaves no room in the model's window.
+            NotCalibratedError: a bound on the divergence is asked for, and nothing says what keeps it.
         """
         question = readable(question)
         if not question.strip():

@@ -72,6 +72,7 @@ class Models:
 
     @property
     def embedder(self) -> Embedder:
+        """What makes the vectors; loaded on first use."""
         with self._loading:
             if self._embedder is None:
                 self._embedder = Embedder(self.embedding_name)

@@ -150,6 +150,8 @@ class ChatSession:
         Raises:
             EmptyPromptError, InvalidSettingError: before anything is computed.
             ContextWindowError: the message alone does not fit the model's window.
+            NotCalibratedError: a bound on the divergence is asked for, and nothing says what keeps it.
+            StoreError: what was said cannot be read or written.
         """
         with self.stream(message, **settings) as stream:
             for _ in stream:
@@ -157,7 +159,11 @@ class ChatSession:
         return stream.reply
 
     def stream(self, message: str, **settings: Any) -> ReplyStream:
-        """The same, piece by piece. The prompt is prefilled before this returns."""
+        """The same, piece by piece. The prompt is prefilled before this returns.
+
+        Raises:
+            As `chat`; a StoreError where the reply ends, if it is what was said that cannot be written.
+        """
         question = readable(message).strip()
         if not question:
             raise EmptyPromptError("the message is empty: say something")

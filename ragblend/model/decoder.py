@@ -62,12 +62,12 @@ _packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.
 class Rows(NamedTuple):
     """Rows of one pass: where they are, and the angles of those positions for each kind of layer.
 
-    There may be more angles than rows: so many rows are computed.
+    There may be more angles and ids than rows: so many rows are computed.
     """
 
     mask: CausalRows
     angles: dict[str, Angles]
-    position_ids: Tensor  # [1, rows]
+    position_ids: Tensor  # [1, angles]
 
     def probing(self, probe: AttentionProbe | None) -> Rows:
         """The same rows, with attention weights collected in `probe`."""
@@ -353,7 +353,11 @@ class Decoder:
         return self._call(index, hidden, rows, _Scatter(cache, mask, at))
 
     def project(self, index: int, hidden: Tensor, rows: Rows) -> LayerKV:
-        """Keys (rotated) and values [kv_heads, rows, dim] that a layer would make of `hidden`, and no more work."""
+        """Keys (rotated) and values [kv_heads, rows, dim] that a layer would make of `hidden`, and no more work.
+
+        Raises:
+            UnsupportedModelError: the layer makes none.
+        """
         try:
             self._call(index, hidden, rows, _Intercept(rows.mask))
         except _Projected as projected:

@@ -119,7 +119,8 @@ class PromptTokenizer:
         has_tools: whether the template renders definitions of tools, calls and their results.
 
     Raises:
-        UnsupportedModelError: the tokenizer has no `tokenizers` backend, or has several templates and no default.
+        UnsupportedModelError: the tokenizer has no `tokenizers` backend, several templates and no default, or something
+            before its texts that is read otherwise within a prompt.
         InvalidSettingError: a template setting that the template does not read, or that is set per prompt.
         MissingDependencyError: jinja2 is absent or too old for chat templates.
     """

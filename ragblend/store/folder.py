@@ -41,7 +41,12 @@ class Marker(NamedTuple):
 
 
 def claim(directory: Path, create: bool) -> Marker:
-    """Make sure the folder is a store of our format, or may become one. What its marker says, as far as it does."""
+    """Make sure the folder is a store of our format, or may become one. What its marker says, as far as it does.
+
+    Raises:
+        StoreError: there is no store, and create is False.
+        StoreFormatError: it holds something else, or a store of another format version.
+    """
     if not directory.exists() and not create:
         raise StoreError(f"there is no store in {directory}: check the path, or ingest some documents first")
     if directory.exists() and not directory.is_dir():
@@ -77,6 +82,7 @@ def write_marker(directory: Path, size_limit_bytes: int, epoch: str) -> None:
 
 
 def default_limit_bytes(directory: Path) -> int:
+    """Of a new store: DEFAULT_SIZE_LIMIT_BYTES, or half of what is free on its disk."""
     return max(1, min(DEFAULT_SIZE_LIMIT_BYTES, shutil.disk_usage(directory).free // 2))
 
 

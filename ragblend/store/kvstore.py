@@ -424,7 +424,7 @@ class KVStore:
             progress: called with (payloads done, payloads in all) after each one.
 
         Raises:
-            StoreError: the store is closed, or its index cannot be read.
+            StoreError: the store is closed, or its index cannot be read; with delete_bad, or it cannot be written.
         """
         bad: list[tuple[str, str]] = []
         deleted = 0

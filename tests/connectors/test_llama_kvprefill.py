@@ -215,7 +215,7 @@ def test_async_runs_leave_the_event_loop_free(engine: Recorder, nodes: list[Base
                 ticks += 1
 
         ticker = asyncio.create_task(tick())
-        with engine._compute:  # somebody else's turn: ingest waits
+        with engine.decoder.turn:  # somebody else's turn: ingest waits
             task = asyncio.create_task(IngestionPipeline(transformations=[KVPrefill(engine=engine)]).arun(nodes=nodes))
             await asyncio.sleep(0.1)
             assert not task.done()
@@ -229,7 +229,7 @@ def test_async_runs_leave_the_event_loop_free(engine: Recorder, nodes: list[Base
 
 def test_a_cancelled_async_run_stops(engine: Recorder, nodes: list[BaseNode]) -> None:
     async def run() -> None:
-        with engine._compute:
+        with engine.decoder.turn:
             task: asyncio.Task[Any] = asyncio.create_task(KVPrefill(engine=engine).acall(nodes))
             await asyncio.sleep(0.1)
             task.cancel()

@@ -740,7 +740,7 @@ def test_cancelling_while_the_prompt_is_prefilled_stops_that(
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "layer", slowly)
         asyncio.run(run())
-        with engine._compute:  # whoever had the turn is done
+        with engine.decoder.turn:  # whoever had the turn is done
             assert ran == [0]
     assert not engine.streams
     assert llm.complete(QUESTION, max_tokens=2).raw is not None
@@ -748,7 +748,7 @@ def test_cancelling_while_the_prompt_is_prefilled_stops_that(
 
 def test_cancelling_while_others_compute_leaves_nothing_to_do(llm: RagBlendLLM, engine: Recorder) -> None:
     async def run() -> None:
-        with engine._compute:  # somebody else's turn
+        with engine.decoder.turn:  # somebody else's turn
             task = asyncio.create_task(llm.achat(user(QUESTION), max_tokens=4000))
             await asyncio.sleep(0.1)
             task.cancel()
