@@ -77,6 +77,8 @@ def run(
         if progress is not None and number % 1000 == 0:
             progress(number, chunks)
     random.Random(seed).shuffle(texts)
+    # The last one of a prompt will be cut, and of texts that begin with the notice only a few are looked at for that.
+    texts.sort(key=lambda text: not text.startswith(NOTICE))
     shares = [texts[first::PROMPTS] for first in range(PROMPTS)]
 
     gc.collect()

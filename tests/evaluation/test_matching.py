@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ragblend.cli import app
 from ragblend.errors import InvalidSettingError
 from ragblend.evaluation.matching import run
+from ragblend.prompt import match
 
 SMALL: dict[str, Any] = {"chunks": 400, "chunk_chars": 400, "prompt_chars": 3000, "repeats": 1}
 
@@ -24,6 +25,12 @@ def test_all_chunks_of_the_prompts_are_found() -> None:
     assert 0 < result["median_ms"] <= result["p95_ms"]
     assert result["cut_median_ms"] > 0
     assert steps[-1] == (400, 400)
+
+
+def test_a_text_whose_head_many_texts_have_is_not_the_one_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match, "_CUT_TEXTS_OF_HEAD", 1)
+    for seed in (6, 18, 27):  # by chance, such a text would be the last of a prompt
+        assert run(**SMALL, seed=seed)["found"] == 7
 
 
 def test_the_index_takes_little_more_than_its_records() -> None:
