@@ -1,6 +1,6 @@
 """A web service that answers from documents, and streams. A client that goes away stops the computing.
 
-pip install "ragblend[examples]"
+pip install ".[examples]"
 python examples/fastapi_app.py [MODEL] [STORE]
 curl -N "localhost:8000/ask?question=How+high+is+the+lighthouse%3F"
 """
