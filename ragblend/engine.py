@@ -398,6 +398,8 @@ class RagBlend:
         if self._is_bounded(ratio):
             # What a bound lets pass for one prompt it may not for one that goes on from it.
             root = b""
+        elif ratio != 1 and type(selector).__repr__ is object.__repr__:
+            root = b""  # it only tells its address, which another one will have when it is gone
         elif ratio != 1:
             way = repr((self._blending, ratio, selector, least, self.decoder.is_long(tokens)))
             root = hashlib.blake2b(way.encode(), digest_size=16).digest()
@@ -482,6 +484,7 @@ class RagBlend:
                 _log.warning("%s", error)
                 corrupt.add(error.key)
                 self._serving.forget(error.key)
+                known = plan.known  # what is behind it has been written over
                 continue
             finally:
                 served.close()
@@ -561,7 +564,7 @@ class RagBlend:
 
     def _after(self, ready: Ready, token_ids: Sequence[int], sampled: bool, goes_on: bool) -> None:
         """What an answer leaves behind: its prefix in RAM, its misses to be learned, itself to be audited."""
-        if self.closed:
+        if self.closed or self.decoder.changed:
             return
         for miss in ready.misses:
             self._idle.submit("a missed chunk was not learned", partial(self.chunks.learn, miss.ids, miss.text))

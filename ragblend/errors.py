@@ -9,6 +9,7 @@ RagBlendError
 +-- ModelError
 |   +-- ModelNotFoundError                  no such folder, hub id, GGUF file or installed package
 |   +-- UnsupportedModelError               not a RoPE decoder this engine can drive exactly; says why
+|   +-- ModelChangedError                   its weights are others than when the engine was made
 +-- StoreError
 |   +-- StoreFormatError                    the folder was written by another format version, or is no store
 |   +-- StoreFullError                      the disk is full; what was committed before is intact
@@ -84,7 +85,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ModelChangedError(ModelError):
-    """The model computes something else than when it was handed over."""
+    """The model computes something else than when the engine was made: KV of both would go by one name."""
 
 
 class StoreError(RagBlendError):

@@ -23,13 +23,14 @@ from tiny_tokenizers import BUILDERS
 
 from ragblend import Chunk, MaxKL, Message, RagBlend
 from ragblend.blend.budget import RATIOS, Budget, Samples
-from ragblend.blend.prefill import prefill
+from ragblend.blend.prefill import Pass, prefill
 from ragblend.blend.selectors import HKVD, QuestionAttention
 from ragblend.errors import (
     ContextWindowError,
     EmptyPromptError,
     IngestError,
     InvalidSettingError,
+    ModelChangedError,
     ModelNotFoundError,
     PrefillCancelledError,
     UnsupportedModelError,
@@ -103,6 +104,27 @@ def test_a_miss_is_computed_reported_and_learned(engine: RagBlend) -> None:
     assert [use.status for use in engine.answer(prompt, max_tokens=2).report.chunks] == ["hit", "hit"]
     engine.prefix_cache.clear()
     assert engine.answer(f"{TEXTS[1]} And?", max_tokens=2).report.hits == 1
+
+
+def test_a_corrupt_payload_leaves_nothing_in_a_prefix_that_is_known_up_to_the_middle_of_its_chunk(
+    tmp_path: Path,
+) -> None:
+    with make_engine(tmp_path / "kv", policy="system", learn=False) as engine:
+        whole = " ".join(TEXTS)
+        before = "Some words before. It is so, and so is that. "
+        engine.ingest([whole])
+        prompt = [before, Chunk(whole), QUESTION]
+        expected = engine.prefill(prompt, ratio=1.0).logits
+        engine.answer([before, whole[:150], "?"], ratio=1.0, max_tokens=1)
+        (payload,) = engine.store.directory.rglob("*.safetensors")
+        data = bytearray(payload.read_bytes())
+        data[-100] ^= 1  # the last layer: those before have been put in place when it is noticed
+        payload.write_bytes(data)
+        ready = engine.prefill(prompt, ratio=0.0)
+        assert [use.status for use in ready.report.chunks] == ["corrupt"]
+        torch.testing.assert_close(ready.logits, expected)
+        engine.answer(prompt, ratio=0.0, max_tokens=1)
+        torch.testing.assert_close(engine.prefill(prompt, ratio=1.0).logits, expected)
 
 
 def test_nothing_is_learned_when_told_not_to(tmp_path: Path) -> None:
@@ -187,6 +209,49 @@ def test_blended_kv_never_passes_for_exact(engine: RagBlend) -> None:
         engine.prefix_cache.clear()
         engine.answer(prompt, ratio=0.0, max_tokens=6)
     assert engine.answer(prompt, ratio=1.0, max_tokens=6).token_ids == exact
+
+
+def test_blended_kv_of_selectors_that_do_not_say_what_they_are_is_not_kept(engine: RagBlend) -> None:
+    """They go by their addresses, and those come again."""
+
+    class OneEnd:
+        def __init__(self, sign: int) -> None:
+            self._sign = sign
+
+        def schedule(self, ratio: float) -> dict[int, float]:
+            return {0: ratio}
+
+        def scores(self, state: Pass, layer: int) -> torch.Tensor:
+            return self._sign * torch.arange(len(state.plan.ids)).float()
+
+    engine.ingest(TEXTS)
+    prompt = [*chunks(0, 1, 2), QUESTION]
+    for sign in (1, -1) * 20:
+        assert engine.answer(prompt, ratio=0.3, selector=OneEnd(sign), max_tokens=1).report.prefix_is_exact
+    engine.answer(prompt, ratio=1.0, selector=OneEnd(1), max_tokens=1)
+    assert engine.prefill(prompt, ratio=1.0, selector=OneEnd(1)).report.prefix_tokens > 100
+
+
+def test_blended_kv_never_replaces_exact_kv_that_is_forgotten_meanwhile(tmp_path: Path) -> None:
+    """An answer that goes on from both keeps its beginning as exact once more, when others have driven it out."""
+    with make_engine(tmp_path / "kv", policy="none") as engine:
+        room = 700 * engine.decoder.kv_bytes_per_token
+    with make_engine(tmp_path / "kv", policy="none", prefix_cache_bytes=room) as engine:
+        engine.ingest(TEXTS)
+        asked = [Message("user", [*chunks(0, 1, 2), QUESTION])]
+        said = engine.answer(asked, ratio=0.0, max_tokens=4).text
+        beginning = [Message("user", [*chunks(0, 1), "What is told here?"])]
+        expected = engine.prefill(beginning, ratio=1.0).logits
+        engine.answer(beginning, ratio=1.0, max_tokens=1)
+        turns = [*asked, Message("assistant", said), Message("user", "And then?")]
+        with engine.stream(turns, ratio=0.0, max_tokens=2) as going_on:
+            assert not going_on.report.prefix_is_exact
+            for n in range(4):
+                engine.answer(f"Something else, number {n}. {'abc ' * 100}", ratio=1.0, max_tokens=1)
+        again = engine.prefill(beginning, ratio=1.0)
+        assert again.report.prefix_is_exact
+        assert again.report.prefix_tokens > 100
+        torch.testing.assert_close(again.logits, expected)
 
 
 def test_a_prompt_that_is_prefilled_ahead_is_a_known_prefix(engine: RagBlend) -> None:
@@ -603,6 +668,70 @@ def test_unknown_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError):
         load_model(name)
+
+
+def test_a_callers_autocast_is_not_the_engines(tmp_path: Path) -> None:
+    prompt = [*chunks(0, 1), QUESTION]
+    with make_engine(tmp_path / "plain") as engine:
+        engine.ingest(TEXTS)
+        expected, answer = engine.prefill(prompt, ratio=0.2).logits, engine.answer(prompt, ratio=0.2, max_tokens=6)
+    with torch.autocast("cpu", torch.bfloat16), make_engine(tmp_path / "cast") as engine:
+        engine.ingest(TEXTS)
+        torch.testing.assert_close(engine.prefill(prompt, ratio=0.2).logits, expected)
+        assert engine.answer(prompt, ratio=0.2, max_tokens=6).token_ids == answer.token_ids
+
+
+@torch.no_grad()
+def overwritten(model: Any) -> None:
+    model.load_state_dict(tiny_model("llama", vocab=model.config.vocab_size, seed=1).state_dict())
+
+
+def replaced(model: Any) -> None:
+    model.load_state_dict(tiny_model("llama", vocab=model.config.vocab_size, seed=1).state_dict(), assign=True)
+
+
+def merged(model: Any) -> None:
+    weight = model.model.layers[3].self_attn.q_proj.weight
+    weight.data += 0.01 * torch.ones_like(weight)  # not counted as a change by PyTorch
+
+
+def trained(model: Any) -> None:
+    model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def halved(model: Any) -> None:
+    model.half()
+
+
+@pytest.mark.parametrize("change", [overwritten, replaced, merged, trained, halved])
+def test_a_model_that_is_changed_under_an_engine_is_refused(tmp_path: Path, change: Any) -> None:
+    """Its KV would be stored, and found, under the name of what it was before."""
+    with make_engine(tmp_path / "kv") as engine:
+        model: Any = engine.decoder.model
+        before = {name: kept.clone() for name, kept in model.state_dict().items()}
+        engine.ingest(TEXTS[:2])
+        prompt = [*chunks(0, 2, 1), QUESTION]
+        expected = engine.prefill(prompt, ratio=1.0).logits
+        with engine.stream(prompt, max_tokens=2):
+            change(model)  # what comes of the rest of this answer is nobody's KV
+        engine.drain()
+        assert engine.prefix_cache.n_bytes == 0
+        assert engine.stored_variants(TEXTS[2]) == {}
+        for ask in (lambda: engine.answer(prompt), lambda: engine.ingest(TEXTS)):
+            with pytest.raises(ModelChangedError, match="Make a new"):
+                ask()
+        engine.warm(prompt)
+        engine.drain()
+        assert engine.prefix_cache.n_bytes == 0
+
+        model.float().load_state_dict(before)  # as where averaged weights are tried for a moment
+        if change is halved:  # its frequencies are rounded
+            with pytest.raises(ModelChangedError):
+                engine.answer(prompt)
+            return
+        torch.testing.assert_close(engine.prefill(prompt, ratio=1.0).logits, expected)
+        assert engine.answer(prompt, max_tokens=2).report.hits == 2
 
 
 def test_keys_name_model_dtype_preamble_and_tokenizer(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, own_logits, tiny_model
+from tiny_models import FAMILIES, YARN, own_logits, tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Pass, Plan, Prefilled, Selector, full_plan, prefill
@@ -362,3 +365,82 @@ def test_fingerprint_names_config_dtype_and_weights() -> None:
     with torch.no_grad():
         nudged.model.layers[2].mlp.up_proj.weight[5, 7] *= 1.01
     assert Decoder(nudged).fingerprint != prints["llama"]
+
+
+def rescaled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.5
+
+
+def with_other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+def with_another_epsilon(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.1
+
+
+def with_another_activation(model: Any) -> None:
+    model.model.layers[2].mlp.act_fn = torch.nn.Tanh()
+
+
+def with_a_config_that_came_too_late(model: Any) -> None:
+    model.config.rope_parameters = dict(YARN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rescaled,
+        with_other_frequencies,
+        with_another_epsilon,
+        with_another_activation,
+        with_a_config_that_came_too_late,
+    ],
+)
+def test_fingerprint_names_what_modules_hold_beside_their_weights(change: Callable[[Any], None]) -> None:
+    changed = tiny_model("llama")
+    change(changed)
+    others = {Decoder(tiny_model(family)).fingerprint for family in ("llama", "llama-yarn")}
+    assert Decoder(changed).fingerprint not in others
+
+
+def test_fingerprint_tells_a_converted_model_from_one_that_was_loaded_so(tmp_path: Path) -> None:
+    """Converting a model rounds its frequencies, too, and a few hundred tokens on keys point somewhere else."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16) for _ in range(2)]
+    loaded[1].train()
+    loaded[1](input_ids=torch.arange(30)[None])
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(torch.bfloat16)
+    prints = [Decoder(model).fingerprint for model in (*loaded, converted)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_fingerprint_of_a_model_with_hooks_on_its_layers_is_like_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """As where its activations are steered: what a function does has no digest."""
+    plain, steered = tiny_model("llama"), tiny_model("llama")
+    plain(input_ids=torch.arange(9)[None], output_hidden_states=True)  # transformers' own hooks, which stay
+    known = {Decoder(tiny_model("llama")).fingerprint}
+    assert Decoder(plain).fingerprint in known
+    assert not caplog.text
+    direction = torch.randn(64)
+
+    def steer(_: Any, __: Any, hidden: Tensor) -> Tensor:
+        return hidden + direction
+
+    hook = steered.model.layers[1].register_forward_hook(steer)
+    prints = {Decoder(steered).fingerprint for _ in range(2)}
+    assert len(prints | known) == 3
+    assert "steer" in caplog.text
+    hook.remove()
+    assert Decoder(steered).fingerprint in known
+
+
+def test_fingerprint_names_which_weights_are_shared() -> None:
+    prints = set()
+    for second in (0, 1):
+        model: Any = tiny_model("llama")
+        for layer in (2, 3, 4):
+            model.model.layers[layer].load_state_dict(model.model.layers[second].state_dict(), assign=True)
+        prints.add(Decoder(model).fingerprint)
+    assert len(prints) == 2

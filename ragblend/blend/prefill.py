@@ -214,7 +214,9 @@ def prefill(
         InvalidSettingError: the selector looks at a layer that the model does not have, or scores too late for the
             ratio to be chosen; or what is chosen is no ratio.
         PrefillCancelledError: `cancelled` said so.
+        ModelChangedError: the decoder's weights are not what they were.
     """
+    decoder.check_unchanged()
     moved = plan.reused & ~plan.settled
     moved_tokens = int(moved.sum())
     state = Pass(decoder, cache, plan, source, kept=moved)

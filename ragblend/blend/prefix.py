@@ -88,7 +88,10 @@ class PrefixCache:
         self._add(where, slice(len(held) * BLOCK_TOKENS, len(chain) * BLOCK_TOKENS), cache, before)
 
     def fetch_whole(self, root: bytes, ids: Tensor, cache: KVCache, longer_than: int) -> int:
-        """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found."""
+        """Like `fetch`, for prompts kept by `keep_whole`; 0 unless one of more than `longer_than` tokens is found.
+
+        So many tokens are there already, from `fetch`, and stay: they are exact, and may be kept as such once more.
+        """
         chain = _chain(root, ids)
         with self._lock:
             blocks = next((n for n in range(len(chain), 0, -1) if chain[n - 1] in self._where), 0)
@@ -97,7 +100,7 @@ class PrefixCache:
             name, _ = self._where[chain[blocks - 1]]
             run = self._runs[name]
             self._runs.move_to_end(name)
-        return _copy(run, slice(0, blocks * BLOCK_TOKENS), cache, 0)
+        return _copy(run, slice(longer_than, blocks * BLOCK_TOKENS), cache, longer_than)
 
     def keep_whole(self, root: bytes, ids: Tensor, cache: KVCache, *ends: int) -> None:
         """Hold the KV of a whole prompt, ids [tokens], to be found only by prompts that begin with all of it.

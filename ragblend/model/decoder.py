@@ -16,13 +16,14 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import os
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -47,6 +48,9 @@ from ragblend.model.packed import can_pack, pack_linears, release_mapping, round
 from ragblend.model.pages import prefer_huge_pages
 from ragblend.model.rope import USE_RATHER, Angles, Rope, identity_angles, inverted
 from ragblend.model.threads import Turn, disband
+from ragblend.model.watch import Watch
+
+_log = logging.getLogger(__name__)
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -55,8 +59,9 @@ _PROBE_TOKENS = 24
 # Largest difference to the model's own logits that rounding explains, in units of the logits' standard deviation.
 _PARITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-# Of models whose weights were packed, which hides them: for whoever drives such a model once more.
-_packed_fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+_VOLATILE_ATTRIBUTES = ("max_seq_len_cached",)  # of modules: what they note down while they are used
+# Of models whose weights were packed, which hides them: their fingerprint, and the digest of what is left to be read.
+_packed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str]] = weakref.WeakKeyDictionary()
 
 
 class Rows(NamedTuple):
@@ -184,8 +189,9 @@ class Decoder:
         n_layers, context_window_tokens, vocab_size, dtype, device: what they say.
         shapes: LayerShape of each layer.
         windows: tokens each layer attends over, itself included; None for all of the past.
-        fingerprint: digest of config, dtype, every weight and what adapters are active; names this model in chunk
-            keys. A path or hub name is no identity.
+        fingerprint: digest of config, dtype, every weight, and what else modules compute with (frequencies, scales,
+            adapters); names this model in chunk keys. A path or hub name is no identity. Of a model with hooks of its
+            user's on its layers, unlike any other. (Hooks that are registered later are run, and not noticed.)
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = False) -> None:
@@ -193,7 +199,8 @@ class Decoder:
 
         Args:
             model: a causal LM from transformers, or one with adapters of PEFT. It goes on working for whoever else
-                holds it, with the attention implementation it has, for as long as its modules are not replaced.
+                holds it, with the attention implementation it has. Its modules must not be replaced, nor its weights
+                changed: see `changed`.
             pack: lay the weights of its layers out for the CPU's matrix units, where that helps. The model still
                 computes the same, but can no longer be trained, converted or saved: for a model nobody else holds.
 
@@ -251,7 +258,20 @@ class Decoder:
         self.turn = Turn()
         self._rounds_up = can_pack(self.dtype, self.device)
         self._adapters = adapters(model)
-        self.fingerprint = _fingerprint(model, self.dtype, self._adapters)
+        self._content = self._content_now()
+        packed_as, left = _packed.get(model, ("", ""))
+        same = left == self._content
+        fingerprint = packed_as if same else _fingerprint(model, self.dtype, packed_as + self._content)
+        self.fingerprint = fingerprint
+        if hooks := _users_hooks((self._embed_tokens, *self._layers)):
+            # What they do to the KV has no name that another process, or a later moment, would know it by.
+            self.fingerprint = hashlib.blake2b(fingerprint.encode() + os.urandom(16), digest_size=20).hexdigest()
+            _log.warning(
+                "%s has hooks on its layers (%s), which may change what they give: KV made with them is found by this "
+                "engine alone, for as long as it lives. Remove those that only watch before you make one",
+                name,
+                ", ".join(hooks),
+            )
         if self.device.type == "cpu":
             prefer_huge_pages()
 
@@ -260,12 +280,14 @@ class Decoder:
         with same_inputs(model if pack else nn.Module()) as siblings:
             own = self._watch_own_forward(base, ids)
         if pack:
-            _packed_fingerprints[model] = self.fingerprint
             pack_linears(nn.ModuleList(self._layers), siblings)
             release_mapping(model)
+            self._content = self._content_now()
+            _packed[model] = fingerprint, self._content
         configs: dict[int, PreTrainedConfig] = {}
         self._layers = [_redirected(layer, configs) for layer in self._layers]
-        self._after_embedding, self._cache_name = own.before, own.cache_name
+        self._after_embedding = [_redirected(module, configs) for module in own.before]
+        self._cache_name = own.cache_name
         multiplier = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
@@ -274,6 +296,7 @@ class Decoder:
         self.shapes, self.windows, self._rotated_dims = self._probe(config, ids, own.logits)
         if self.device.type == "cpu":
             prefer_huge_pages(model.parameters())
+        self._watch = Watch(model)
         disband()  # who loads a model need not be who uses it
 
     @property
@@ -281,17 +304,33 @@ class Decoder:
         """Bytes of one token's keys and values over all layers."""
         return sum(d.kv_heads * (d.key_dim + d.value_dim) for d in self.shapes) * self.dtype.itemsize
 
-    def new_cache(self, capacity_tokens: int) -> KVCache:
-        """Empty buffers for `capacity_tokens` positions.
-
-        Raises:
-            ModelChangedError: other adapters are active now than the fingerprint says.
-        """
+    @property
+    def changed(self) -> bool:
+        """Whether the model's weights are others than when this was made, or somewhere else; or its adapters."""
         if self._adapters and adapters(self.model) != self._adapters:
+            return True
+        if not self._watch.sees_change():
+            return False
+        if self._embed_tokens.weight.device != self.device or self._content_now() != self._content:
+            return True
+        self._watch.begin()  # written to, and the same as before
+        return False
+
+    def check_unchanged(self) -> None:
+        """Raises ModelChangedError where the weights are `changed`: their KV would go by the name of others."""
+        if self.changed:
             raise ModelChangedError(
-                "the model's adapters were switched, scaled or merged after it was handed over, and what is stored was "
-                "made with them as they were: switch them back, or make another engine for this state of the model"
+                f"the weights of {type(self.model).__name__} are not what they were when ragblend took the model: they "
+                "have been trained, merged, loaded, converted or moved, or its adapters switched. Make a new RagBlend "
+                "(or Decoder) of it, or put back what was there"
             )
+
+    def _content_now(self) -> str:
+        self.angles(1)  # frequencies of longrope are those of the last prompt
+        return _content_digest(self.model)
+
+    def new_cache(self, capacity_tokens: int) -> KVCache:
+        """Empty buffers for `capacity_tokens` positions."""
         return KVCache(self.shapes, capacity_tokens, self.dtype, self.device)
 
     def angles(self, stop: int) -> dict[str, Angles]:
@@ -366,7 +405,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[1, rows, hidden] after the last layer -> logits [rows, vocab], fp32."""
-        return self._head(hidden)[0]
+        with self._own_dtype():
+            return self._head(hidden)[0]
 
     def wait(self) -> None:
         """Come back when what was asked for is computed: a GPU is still at it when the functions here return."""
@@ -387,15 +427,21 @@ class Decoder:
         spare = angles[0].shape[1] - n_rows
         if spare:  # rows of nothing, that nobody sees and that see nobody
             hidden = F.pad(hidden, (0, 0, 0, spare))
-        out: Tensor = self._layers[index](
-            hidden,
-            attention_mask=rows.mask,
-            position_embeddings=angles,
-            position_ids=rows.position_ids,
-            use_cache=True,
-            **{self._cache_name: cache},
-        )
+        with self._own_dtype():
+            out: Tensor = self._layers[index](
+                hidden,
+                attention_mask=rows.mask,
+                position_embeddings=angles,
+                position_ids=rows.position_ids,
+                use_cache=True,
+                **{self._cache_name: cache},
+            )
         return out[:, :n_rows]
+
+    def _own_dtype(self) -> AbstractContextManager[Any]:
+        """What a caller has put under autocast is not KV, which goes by the name of the model's own dtype."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     # -- load-time checks ---------------------------------------------------------------------------------------
 
@@ -425,7 +471,7 @@ class Decoder:
         hooks.append(self._layers[-1].register_forward_hook(leave_last))
         try:
             # Nothing is compiled for the one call, and hooks that compilers cannot read are none of theirs.
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), self._own_dtype():
                 logits = self.model(input_ids=ids.to(self.device)[None], use_cache=True).logits[0].float()
         except Exception as error:
             raise UnsupportedModelError(
@@ -539,7 +585,7 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
     """The same weights and code, but attention computed by `_attention`.
 
     Modules that have a config, and those around them, are copied; the copies share their parameters with the
-    originals.
+    originals. So are those without weights: dropout stays off here when somebody else goes on training the model.
 
     Args:
         configs: copies of configs met so far, by the id of the original.
@@ -547,7 +593,9 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
     module = uncompiled(module)
     children = {name: _redirected(child, configs) for name, child in module.named_children()}
     config = vars(module).get("config")
-    if not isinstance(config, PreTrainedConfig) and all(module._modules[name] is children[name] for name in children):
+    bare = not (module._parameters or module._buffers or children)
+    same = all(module._modules[name] is children[name] for name in children)
+    if not isinstance(config, PreTrainedConfig) and same and not bare:
         return module
     twin = copy.copy(module)
     twin._modules = {**module._modules, **children}
@@ -558,6 +606,17 @@ def _redirected(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.M
             configs[id(config)]._attn_implementation_internal = ATTENTION_NAME
         twin.__dict__["config"] = configs[id(config)]
     return twin
+
+
+def _users_hooks(modules: Sequence[nn.Module]) -> list[str]:
+    """Names of the hooks on these modules and inside them that are not those of the libraries a model is made with."""
+    found: dict[str, None] = {}
+    for module in (inner for outer in modules for inner in outer.modules()):
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            if str(function.__module__).split(".")[0] not in ("torch", "transformers", "accelerate", "peft"):
+                found[getattr(function, "__qualname__", type(function).__qualname__)] = None
+    return list(found)
 
 
 def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
@@ -584,29 +643,70 @@ def _refuse_config(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def _fingerprint(model: PreTrainedModel, dtype: torch.dtype, adapted: Sequence[Any]) -> str:
-    """Digest of what decides the KV of given ids: config, dtype, weights, adapters."""
-    if model in _packed_fingerprints:  # its weights cannot be read any more
-        return _packed_fingerprints[model]
+def _fingerprint(model: PreTrainedModel, dtype: torch.dtype, content: str) -> str:
+    """Digest of what decides the KV of given ids. content: of the model, see `_content_digest`."""
     config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG}
-    weights = xxhash.xxh3_128()
-    seen: set[int] = set()
+    described = json.dumps([config, str(dtype), content], sort_keys=True, default=str)
+    return hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
+
+
+def _content_digest(model: PreTrainedModel) -> str:
+    """Digest of the weights, and of what modules hold beside them."""
+    content = xxhash.xxh3_128()
+    seen: dict[tuple[Any, ...], str] = {}
     # Compiled or not, they have one name.
-    state: dict[str, Any] = {name.replace("_orig_mod.", ""): kept for name, kept in model.state_dict().items()}
+    state: dict[str, Any] = {_plain_name(name): kept for name, kept in model.state_dict().items()}
     for name, tensor in sorted(state.items()):
         if type(tensor) is not Tensor or tensor.is_quantized:  # packed, as quantised layers keep theirs
             saved = io.BytesIO()
             torch.save(tensor, saved)
-            weights.update(name.encode() + saved.getvalue())
+            content.update(name.encode() + saved.getvalue())
             continue
-        if tensor.data_ptr() in seen:  # tied
+        where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if (first := seen.setdefault(where, name)) != name:  # tied
+            content.update(f"{name}={first}".encode())
             continue
-        seen.add(tensor.data_ptr())
-        weights.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        weights.update(content)
-    described = json.dumps([config, str(dtype), weights.hexdigest(), *adapted], sort_keys=True, default=str)
-    return hashlib.blake2b(described.encode(), digest_size=20).hexdigest()
+        content.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        content.update(_raw(tensor))
+    for name, module in model.named_modules():
+        # Neither what is around the layers nor compilers' wrapping.
+        if not isinstance(module, PreTrainedModel) and uncompiled(module) is module:
+            content.update(json.dumps([_plain_name(name), *_described_module(module)], sort_keys=True).encode())
+    content.update(json.dumps(adapters(model)).encode())
+    return content.hexdigest()
+
+
+def _described_module(module: nn.Module) -> tuple[Any, ...]:
+    """What a module computes with beside its weights, in plain types: class, numbers, buffers that are not saved.
+
+    The config says most of it, but need not be what they were made from: frequencies are rounded where a model is
+    converted as a whole, and a config may be changed when its modules are there already.
+    """
+    numbers = {
+        key: f"{value:.6g}" if isinstance(value, float) else value
+        for key, value in vars(module).items()
+        if type(value) in (int, float, str) and not key.startswith("_") and key not in _VOLATILE_ATTRIBUTES
+    }
+    buffers: dict[str, Any] = {}
+    for key in sorted(module._non_persistent_buffers_set):
+        if (buffer := module._buffers[key]) is not None:
+            kept = buffer.detach()
+            if kept.is_floating_point():
+                # Three digits: other machines' last bits are others, and what is meant to differ differs by more.
+                mantissa, exponent = torch.frexp(kept.cpu().double())
+                kept = torch.stack([(mantissa * 1024).round(), exponent.double()])
+            digest = xxhash.xxh3_128_hexdigest(_raw(kept))
+            buffers[key] = [str(buffer.dtype), tuple(buffer.shape), digest]
+    return type(module).__name__, numbers, buffers
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def _raw(tensor: Tensor) -> Any:
+    """A tensor's bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # -- loading ----------------------------------------------------------------------------------------------------

@@ -186,11 +186,14 @@ def _remove_leftovers(models: Path) -> None:
 
 
 def _file_digest(path: Path) -> str:
-    """Identity of a file of gigabytes without reading it all: size, header, and samples spread over the rest."""
+    """Identity of a file of gigabytes without reading it all: size, header, and samples spread over the rest.
+
+    Headers hold vocabularies of some megabytes, and what may be corrected in place behind them, such as the id of EOS.
+    """
     size = path.stat().st_size
     digest = xxhash.xxh3_64(str(size).encode())
     with path.open("rb") as file:
-        digest.update(file.read(4 << 20))
+        digest.update(file.read(32 << 20))
         for i in range(256):
             file.seek(size * i // 256)
             digest.update(file.read(64 << 10))

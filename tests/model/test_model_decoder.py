@@ -118,6 +118,20 @@ def test_compiled_models_are_driven_like_others_and_stay_compiled(part: str) -> 
     torch.testing.assert_close(done.logits, expected[0, -1], atol=1e-4, rtol=0)
 
 
+@torch.inference_mode()
+def test_dropout_stays_off_where_somebody_else_trains_the_model() -> None:
+    model = tiny_model("phi")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    expected = model(input_ids=IDS).logits[0, -1]
+    decoder = Decoder(model)
+    model.train()
+    done = prefill(decoder, decoder.new_cache(50), full_plan(IDS[0]), None, RecomputeNone(), 0.0)
+    torch.testing.assert_close(done.logits, expected, atol=1e-4, rtol=0)
+    assert all(module.training for module in model.modules())
+
+
 def test_quantised_linear_layers_are_driven_and_named_by_what_they_hold() -> None:
     """Theirs are no tensors: torch.ao packs weight and bias into one object."""
 

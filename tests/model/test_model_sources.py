@@ -17,7 +17,7 @@ from tiny_tokenizers import BUILDERS
 from ragblend.errors import InvalidSettingError, ModelNotFoundError
 from ragblend.model.decoder import Decoder
 from ragblend.model.packed import PackedLinear, PackedPart, Siblings, can_pack, pack_linears, rounded_up, same_inputs
-from ragblend.model.sources import _converted, _remove_leftovers, fastest_dtype, load_model
+from ragblend.model.sources import _converted, _file_digest, _remove_leftovers, fastest_dtype, load_model
 
 
 @pytest.fixture
@@ -112,6 +112,20 @@ def test_a_layer_that_is_called_by_keyword_is_driven_too() -> None:
     assert Decoder(model).n_layers == len(model.model.layers)
 
 
+def test_a_gguf_file_that_is_corrected_in_place_is_converted_anew(tmp_path: Path) -> None:
+    """As by gguf-set-metadata: what stands behind a large vocabulary is still of the header."""
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.truncate(256 << 20)
+    digests = {_file_digest(path)}
+    for megabytes in (7.95, 20.95):
+        with path.open("r+b") as file:
+            file.seek(int(megabytes * (1 << 20)))
+            file.write(b"\2")
+        digests.add(_file_digest(path))
+    assert len(digests) == 3
+
+
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
 def test_a_packed_model_keeps_its_fingerprint() -> None:
     """Its weights are gone from its state: two fine-tunes of one model would look the same."""
@@ -120,7 +134,11 @@ def test_a_packed_model_keeps_its_fingerprint() -> None:
         models[1].model.layers[0].mlp.up_proj.weight.add_(0.1)
     first = [Decoder(model, pack=True).fingerprint for model in models]
     assert first[0] != first[1]
-    assert [Decoder(model).fingerprint for model in models] == first
+    decoders = [Decoder(model) for model in models]
+    assert [decoder.fingerprint for decoder in decoders] == first
+    models[0].model.embed_tokens.weight.data.mul_(1.5)  # what is not packed can be changed as ever
+    assert [decoder.changed for decoder in decoders] == [True, False]
+    assert Decoder(models[0]).fingerprint not in first
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed bfloat16 kernels here")
