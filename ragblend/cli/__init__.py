@@ -22,13 +22,14 @@ from typer.core import TyperGroup
 from ragblend import __version__
 from ragblend.cli.bench import bench
 from ragblend.cli.commands import calibrate, ingest, query, stats, verify
-from ragblend.cli.reporting import INTERRUPTED, WRONG_USAGE, as_line
+from ragblend.cli.reporting import INTERRUPTED, WRONG_USAGE, as_line, write_anything
 
 
 class _Commands(TyperGroup):
     """All commands. What is wrong with their options is known before one of them runs, and reported here."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **how: Any) -> Any:
+        write_anything()
         args = sys.argv[1:] if args is None else list(args)
         options = args[: args.index("--")] if "--" in args else args
         try:

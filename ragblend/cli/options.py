@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,5 +158,5 @@ def template_settings_of(pairs: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def is_there(data: Path) -> None:
-    if not data.is_file():
+    if not os.path.isfile(data):
         raise InvalidSettingError(f"there is no file {data}: --data takes questions, one JSON object a line")

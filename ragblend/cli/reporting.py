@@ -33,18 +33,14 @@ def reporting(as_json: bool) -> Iterator[Say]:
     A KeyboardInterrupt may carry what is to be said of it.
     """
     stdout = sys.stdout
-    # File names and documents hold what a terminal's encoding, or any, cannot write.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     said = False
 
     def say(result: dict[str, Any], for_people: object) -> None:
         nonlocal said
         if as_json:
             if not said:
+                said = True  # before it is: where that fails or is interrupted, no second object follows
                 print(as_line(result), file=stdout, flush=True)
-            said = True
         elif isinstance(for_people, str):
             typer.echo(for_people)
         else:
@@ -76,6 +72,13 @@ def reporting(as_json: bool) -> Iterator[Say]:
                 traceback.print_exc(file=sys.stderr)
             message = f"{type(error).__name__}: {error} (set RAGBLEND_DEBUG=1 for a traceback)"
             raise fail(type(error).__name__, message, FAILED) from None
+
+
+def write_anything() -> None:
+    """Help, file names and documents hold what a terminal's encoding, or any, cannot write: that is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def as_line(result: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def default_folder() -> str:
 
 def _find(name: str) -> tuple[str, bool]:
     """(folder or hub id, whether to stay off the network)."""
-    if Path(name).expanduser().is_dir():
+    if os.path.isdir(Path(name).expanduser()):
         return str(Path(name).expanduser()), True
     if name == DEFAULT_EMBEDDING_MODEL:
         with contextlib.suppress(MissingDependencyError):

@@ -394,8 +394,11 @@ class DocumentIndex:
 
     @staticmethod
     def is_in(directory: Path) -> bool:
-        """Whether there is an index in the folder."""
-        return (directory / _DATABASE).is_file()
+        """Whether there is an index in the folder, for all we know."""
+        try:
+            return (directory / _DATABASE).is_file()
+        except PermissionError:  # opening it says so
+            return True
 
     def save(self) -> None:
         """Write the FAISS file, if there is something new to write."""

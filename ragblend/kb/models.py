@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import threading
 from collections.abc import Mapping
 from functools import cached_property
@@ -86,7 +88,7 @@ class Models:
         if self._model is None:
             return DEFAULT_MODEL
         path = Path(self._model).expanduser()
-        return printable(str(path.resolve() if path.exists() else self._model))
+        return printable(str(path.resolve() if os.path.exists(path) else self._model))
 
     @property
     def signature(self) -> str:
@@ -108,10 +110,13 @@ class Models:
     @cached_property
     def _model_signature(self) -> str:
         path = Path(self._model or "").expanduser()
-        if self._model is None or not path.exists():
+        stamps: list[tuple[str, int, int]] = []
+        if self._model is not None:
+            with contextlib.suppress(OSError):  # nothing there, or nothing that may be looked at
+                files = sorted(path.iterdir()) if path.is_dir() else [path]
+                stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+        if not stamps:
             return printable(str(self._model or ""))
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
         return f"{printable(str(path.resolve()))}#{hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
 
     def close(self) -> None:

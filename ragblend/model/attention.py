@@ -38,6 +38,10 @@ _BLOCK_ROWS = {"cpu": 128, "cuda": 512}
 _WORTH_A_BLOCK = 40_000
 # The fused CPU kernel's largest tiles start here; smaller ones are as fast with a mask.
 _LARGE_TILES = 768
+# For half-width numbers, on processors with matrix units, the fused CPU kernel has products written for every pair of
+# sizes that its last tiles of rows and keys may have, and each thread keeps all of them: a service that answers prompts
+# of all lengths never stopped growing. Numbers of keys are rounded up to these, behind a mask.
+_TILE_KEYS = 64
 # Block masks are the same in every layer. They are kept while they are small beside the KV itself.
 _KEPT_MASK_ELEMENTS = 16 * 1024 * 1024
 
@@ -49,7 +53,7 @@ class Block(NamedTuple):
     stop: int
     key_start: int
     key_stop: int
-    mask: Tensor | None  # additive, [rows, keys]; None when every row sees every key
+    mask: Tensor | None  # additive, [rows, keys rounded up]; None when every row sees every key
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class CausalRows:
                     blocked |= keys[None, :] <= rows[:, None] - window
                 if self.invisible is not None:
                     blocked |= self.invisible[None, key_start:key_stop]
+                blocked = F.pad(blocked, (0, _more_keys(len(keys), dtype, self.device)), value=True)
                 mask = torch.zeros(blocked.shape, dtype=dtype).masked_fill_(blocked, float("-inf")).to(self.device)
             yield Block(start, stop, key_start, key_stop, mask)
 
@@ -177,11 +182,12 @@ def attend(
     short_past = rows.start == 0 or (len(rows) >= _LARGE_TILES and 2 * rows.start <= len(rows))
     if plain and rows.is_run and len(rows) > 1 and short_past:
         # Rows of nothing in the place of a short past: with many rows they cost less than a mask for all others.
-        whole = F.pad(query, (0, 0, rows.start, 0)) if rows.start else query
-        attended = F.scaled_dot_product_attention(
-            whole, key[:, :, : rows.stop], value[:, :, : rows.stop], is_causal=True, scale=scale, enable_gqa=True
-        )
-        return attended[:, :, rows.start :].transpose(1, 2), None
+        # More of them, and keys of nothing, behind the last one, which sees none of those.
+        more = _more_keys(rows.stop, query.dtype, query.device)
+        whole = F.pad(query, (0, 0, rows.start, more)) if rows.start or more else query
+        k, v = (_with_more(some[:, :, : rows.stop], more) for some in (key, value))
+        attended = F.scaled_dot_product_attention(whole, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return attended[:, :, rows.start : rows.start + query.shape[2]].transpose(1, 2), None
 
     out: Tensor | None = None
     for block in rows.blocks(window, query.dtype):
@@ -203,7 +209,12 @@ def attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """q: [1, heads, rows, dim]; k, v: [1, kv_heads, keys, dim]; mask: [rows, keys]. Returns [1, heads, rows, dim]."""
+    """q: [1, heads, rows, dim]; k, v: [1, kv_heads, keys, dim]; mask: [rows, keys rounded up].
+
+    Returns [1, heads, rows, dim].
+    """
+    if mask is not None:
+        k, v = (_with_more(some, mask.shape[-1] - some.shape[2]) for some in (k, v))
     if sinks is not None:
         # One more key and value, of zeros: its logit is what the mask adds, and its weight is of no account.
         k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
@@ -217,6 +228,16 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
         mask = mask.repeat(groups, 1) if mask.ndim == 2 else mask.reshape(1, kv_heads, -1, mask.shape[-1])
     attended = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
     return attended.reshape(1, q.shape[1], q.shape[2], v.shape[3])
+
+
+def _more_keys(n_keys: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many keys of nothing are put behind so many."""
+    return 0 if device.type != "cpu" or dtype.itemsize != 2 else -n_keys % _TILE_KEYS
+
+
+def _with_more(keys: Tensor, n_more: int) -> Tensor:
+    """[1, kv_heads, keys, dim] with so many of nothing behind them."""
+    return F.pad(keys, (0, 0, 0, n_more)) if n_more else keys
 
 
 def _with_sinks(logits: Tensor, sinks: Tensor, n_rows: int, n_keys: int) -> Tensor:
@@ -279,7 +300,7 @@ def _explicit(
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if block.mask is not None:
-        logits.view(kv_heads, -1, n_rows, n_keys).add_(block.mask)
+        logits.view(kv_heads, -1, n_rows, n_keys).add_(block.mask[:, :n_keys])
     if sinks is not None:
         logits = _with_sinks(logits.view(1, heads, n_rows, n_keys), sinks, n_rows, 1 + n_keys)
         logits = logits.view(kv_heads, -1, 1 + n_keys)

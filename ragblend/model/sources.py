@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from ragblend.errors import InvalidSettingError, ModelNotFoundError
+from ragblend.errors import InvalidSettingError, ModelError, ModelNotFoundError
 from ragblend.model.adapters import unwrapped
 from ragblend.model.decoder import (
     DEVICE_TYPES,
@@ -63,6 +63,7 @@ def load_model(
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, InvalidSettingError.
+        ModelError: a GGUF file cannot be converted.
     """
     if isinstance(model, tuple):
         given = unwrapped(model[0]) if len(model) == 2 else None
@@ -76,13 +77,27 @@ def load_model(
     where = _device(device)
     kind = _dtype(dtype, where)
     path = Path(model).expanduser()
-    if str(model) == DEFAULT_MODEL and not path.exists():
-        path = _default_file()
-    if path.is_file():
+    try:
+        if str(model) == DEFAULT_MODEL and not path.exists():
+            path = _default_file()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except PermissionError as error:
+        raise ModelNotFoundError(
+            f"the model {path} cannot be looked at ({error.strerror}): check that you may read its folder and enter "
+            "those above it"
+        ) from error
+    if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFoundError(f"{path} is a file but not a GGUF file: give a .gguf file or a model folder")
-        return load_pretrained(_converted(path, kind), dtype=kind, device=where)
-    if path.is_dir():
+        try:
+            folder = _converted(path, kind)
+        except OSError as error:
+            raise ModelError(
+                f"{path} cannot be read, or what it is converted to, once, not be written into {cache_folder()} "
+                f"({error}): check both, or name another folder in RAGBLEND_CACHE"
+            ) from error
+        return load_pretrained(folder, dtype=kind, device=where)
+    if is_folder:
         return load_pretrained(path, dtype=kind, device=where)
     if not str(model).strip() or str(model).startswith(("/", ".", "~")) or str(model).endswith(".gguf"):
         raise ModelNotFoundError(f"there is no file or folder {str(model)!r}: check the path of the model")

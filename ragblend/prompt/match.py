@@ -73,6 +73,9 @@ _CUT_TEXTS = 128
 _CUT_TEXTS_OF_HEAD = 32
 _WORD_CHARS = 32  # a longer run of letters is no word, or its script has no spaces: the cut stays inside it
 
+# Records that wait to be merged: the same ones come with every retrieval, and an index may never be asked.
+_PENDING_BYTES = 1 << 20
+
 _log = logging.getLogger(__name__)
 
 
@@ -183,6 +186,9 @@ class ChunkIndex:
             added += record
         with self._lock:
             self._pending += added
+            waiting = len(self._pending)
+        if waiting > _PENDING_BYTES:
+            self._merged()
 
     def __len__(self) -> int:
         """How many different texts are known."""

@@ -176,9 +176,9 @@ class KVStore:
         self._kv_directory = self.directory / "kv"
         self._kv: Table
         self._texts: Table
-        # Asked of the system, not tried: who may write anyway, as root may, finds nothing in the way.
-        self.read_only = (self.directory / MARKER).exists() and not os.access(self.directory, os.W_OK)
         with self._typed_errors("open"):
+            # Asked of the system, not tried: who may write anyway, as root may, finds nothing in the way.
+            self.read_only = (self.directory / MARKER).exists() and not os.access(self.directory, os.W_OK)
             known = claim(self.directory, create)
             limit = size_limit_bytes or known.size_limit_bytes or default_limit_bytes(self.directory)
             if self.read_only:

@@ -103,6 +103,22 @@ class Disk(diskcache.Disk):  # type: ignore[misc]
             self.remove(name)
 
 
+class _Closing:
+    """Closes a connection when the thread ends that it belongs to: only that thread's locals hold this.
+
+    A connection and its cache of statements hold each other. Just dropped, it waits for the garbage collector with its
+    files open, and where each request has a thread of its own there are soon more of those than a process may have.
+    """
+
+    def __init__(self, con: sqlite3.Connection) -> None:
+        self.con, self._pid = con, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # a forked process leaves its parent's alone
+            with contextlib.suppress(sqlite3.Error):  # of a table that another thread lets go of
+                self.con.close()
+
+
 class Table(diskcache.Cache):  # type: ignore[misc]
     """diskcache's Cache with exact eviction and with errors told apart.
 
@@ -124,6 +140,13 @@ class Table(diskcache.Cache):  # type: ignore[misc]
             disk_min_file_size=0,
             sqlite_cache_size=1024,
         )
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        con: sqlite3.Connection = super()._con
+        if getattr(self._local, "closing", None) is None or self._local.closing.con is not con:
+            self._local.closing = _Closing(con)
+        return con
 
     @contextlib.contextmanager
     def writing(self, *, give_up_s: float | None = None) -> Iterator[Callable[..., sqlite3.Cursor]]:
@@ -159,7 +182,7 @@ class Table(diskcache.Cache):  # type: ignore[misc]
 
     def insert_bytes(self, keys: Iterable[bytes], now: float) -> int:
         """Insert keys of value 0, inside a transaction; those already there are left alone. Rows inserted."""
-        return self._con.executemany(  # type: ignore[no-any-return]
+        return self._con.executemany(
             "INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, mode, value) VALUES (?, 1, ?, ?, ?, 0)",
             ((key, now, now, diskcache.core.MODE_RAW) for key in keys),
         ).rowcount
@@ -217,6 +240,7 @@ class ReadOnlyTable(Table):
         # A connection belongs to a thread, and stays behind in a forked process, as diskcache has it.
         if getattr(self._local, "pid", None) != os.getpid():
             self._local.pid, self._local.con = os.getpid(), self._connected()
+            self._local.closing = _Closing(self._local.con)
         con: sqlite3.Connection = self._local.con
         return con
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Cli
+import typer
+from command_line import RUN, Cli
 
+from ragblend.cli.reporting import reporting
 from ragblend.kb import KnowledgeBase
 
 needs_embedding = pytest.mark.usefixtures("embedding_model")
@@ -417,6 +421,32 @@ def test_what_needs_no_model_imports_no_torch(args: list[str], tmp_path: Path) -
     assert done.stdout
     # Half a second on a quiet machine; importing torch would take several.
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("args", [["--help"], ["ingest", "--help"]])
+def test_help_can_be_read_where_the_terminal_knows_no_more_than_ascii(args: list[str]) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*RUN, *args], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_a_result_that_could_not_be_written_is_an_error_and_comes_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.raises(typer.Exit) as ended, reporting(True) as say:
+        say({"found": 1}, "1 found")
+    assert ended.value.exit_code == 1
+    assert written == ['{"found": 1}']
+    assert capsys.readouterr().err.startswith("error: OSError")
 
 
 @pytest.mark.parametrize("command", ["ingest", "query", "stats", "verify", "bench ttft"])

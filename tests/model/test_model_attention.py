@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,33 @@ def test_equals_dense_attention(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         if probe:
             torch.testing.assert_close(mass, weights[:, first_row:].sum((0, 1)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("sink", [False, True])
+def test_half_width_numbers_meet_few_shapes(
+    name: str, window: int | None, sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch has a kernel written for each number of keys in the last tile, and each thread keeps all of them."""
+    generator = torch.Generator().manual_seed(len(name))
+    positions = torch.tensor(ROWS[name])
+    q = torch.randn(1, 6, len(positions), 16, generator=generator).bfloat16()
+    k, v = (torch.randn(1, 2, int(positions[-1]) + 1, 16, generator=generator).bfloat16() for _ in range(2))
+    rows = CausalRows(positions, torch.device("cpu"))
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0, 4.0, -torch.inf]) if sink else None
+    fused, keys = torch.nn.functional.scaled_dot_product_attention, set()
+
+    def noted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.shape[2] > 1:
+            keys.add(key.shape[2])
+        return fused(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    got, _ = attend(Layer(), q, k, v, rows, sliding_window=window, s_aux=sinks)
+    expected, _ = dense(q.float(), k.float(), v.float(), rows, window, sinks=sinks)
+    torch.testing.assert_close(got.float(), expected, atol=0.03, rtol=0.03)
+    assert {n % 64 for n in keys} <= {1 if sink else 0}
 
 
 def test_products_too_large_for_half_precision() -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_tokenizers import BUILDERS
 
-from ragblend.errors import InvalidSettingError, ModelNotFoundError
+from ragblend.errors import InvalidSettingError, ModelError, ModelNotFoundError, StoreError
+from ragblend.kb.index import DocumentIndex
+from ragblend.kb.models import Models
 from ragblend.model.decoder import Decoder
 from ragblend.model.packed import PackedLinear, PackedPart, Siblings, can_pack, pack_linears, rounded_up, same_inputs
 from ragblend.model.sources import _converted, _file_digest, _remove_leftovers, fastest_dtype, load_model
+from ragblend.store.kvstore import KVStore
 
 
 @pytest.fixture
@@ -67,6 +72,32 @@ def test_bad_names_and_settings(folder: Path) -> None:
     broken.write_bytes(b"not really")
     with pytest.raises(ModelNotFoundError):
         load_model(broken)
+
+
+def test_what_may_not_be_looked_at_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gguf = folder.parent / "some.gguf"
+    gguf.write_bytes(b"not really")
+    cache = tmp_path_factory.mktemp("cache") / "file"
+    cache.write_text("no folder")
+    monkeypatch.setenv("RAGBLEND_CACHE", str(cache))
+    with pytest.raises(ModelError, match="RAGBLEND_CACHE"):
+        load_model(gguf)
+    stat = os.stat
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:  # who tests as root may look anywhere
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(ModelNotFoundError, match="check that you may read"):
+        load_model(folder)
+    assert str(folder) in Models(None, folder, "", "none").signature  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="check that"):
+        KVStore(tmp_path / "store")
+    assert DocumentIndex.is_in(tmp_path / "index")
 
 
 def test_a_gpu_that_there_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

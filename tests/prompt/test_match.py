@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from string import ascii_letters
 
@@ -320,3 +321,18 @@ def test_thousands_of_texts_that_begin_alike_are_not_all_looked_up() -> None:
 def test_memory() -> None:
     index = ChunkIndex(record_for(f"{number:06} is the number of this text among the others") for number in range(1000))
     assert index.n_bytes == 16_000
+
+
+def test_the_same_texts_again_and_again_take_no_memory_where_nobody_searches() -> None:
+    """As where a retriever is heard by two LLMs, and one of them is never asked."""
+    index = ChunkIndex()
+    records = [record_for(f"{n:06} is the number of this text among the others") for n in range(1000)]
+    tracemalloc.start()
+    try:
+        for _ in range(300):
+            index.add(records)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 2_000_000
+    assert len(index) == 1000

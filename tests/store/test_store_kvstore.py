@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -388,6 +389,28 @@ def test_an_unusable_payload_is_reported_once_and_forgotten(store, make_chunk, h
     assert len(files(store)) == 1
     store.put("a", make_chunk(1))
     assert store.verify().ok
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs a list of this process's open files")
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_thread_that_ends_leaves_no_file_open(tmp_path, make_chunk, monkeypatch, read_only):
+    KVStore(tmp_path / "store").close()
+    if read_only:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    with KVStore(tmp_path / "store") as store:
+        assert store.read_only == read_only
+        before = 0
+        gc.disable()  # as between two of its full runs, which are seldom where much is alive
+        try:
+            for n in range(20):
+                thread = threading.Thread(target=store.stats)
+                thread.start()
+                thread.join()
+                if n == 0:  # SQLite keeps one file at hand
+                    before = len(os.listdir("/proc/self/fd"))
+            assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            gc.enable()
 
 
 def test_no_descriptor_leaks(store, make_chunk):

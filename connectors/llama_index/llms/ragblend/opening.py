@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -65,7 +66,7 @@ class Opening:
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "others"}
         return {**own, **self.others} | {
             # A relative path would mean another place in a process that runs elsewhere, as would its default folder.
-            "model": str(where.absolute()) if where.exists() else self.model,
+            "model": str(where.absolute()) if os.path.exists(where) else self.model,
             "store": default_store().absolute() if self.store is None else self.store,
         }
 
