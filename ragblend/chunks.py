@@ -23,24 +23,29 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ragblend.audit import CHECKED_LAYERS, FOREIGN, deviation
+from ragblend.blend.drift import LEAST_TOKENS, MOST_TOKENS, PROMPT_TOKENS, Deepened, Drift, Placed, measure
 from ragblend.blend.precompute import InMemory, Precomputer
-from ragblend.blend.prefill import LayerSource
+from ragblend.blend.prefill import LayerSource, Plan
 from ragblend.blend.variants import (
     CONTEXT_TOKENS,
     FILLER,
+    NEW_SHARE,
+    SHALLOW,
     VARIANTS,
     Context,
     Name,
     Note,
     Policy,
+    best,
     contexts,
     digest,
 )
-from ragblend.errors import CorruptPayloadError, IngestError
+from ragblend.errors import CorruptPayloadError, IngestError, StoreError
 from ragblend.kv import ChunkKV
 from ragblend.model.decoder import Decoder
 from ragblend.prompt.chunk import chunk_key
 from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
+from ragblend.prompt.repeats import repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import LABEL_BYTES, KVStore
 from ragblend.store.loader import LayerLoader
@@ -48,6 +53,9 @@ from ragblend.store.loader import LayerLoader
 _log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # texts of which all are prefilled behind the head before the first one is behind another
+_NOTES_AT_ONCE = 1024
+_LOOKED_AT = 16 * _NOTES_AT_ONCE  # payloads among which those of this engine are looked for
+_DRIFT = "drift_"  # how the names of those of a store's documents begin that say what was measured
 _MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
 
 
@@ -73,6 +81,7 @@ class IngestReport:
         computed, already_stored, empty: texts with something to compute, with everything there, and without tokens;
             together all texts that were seen. A repeated text counts as already stored.
         tokens, bytes: of the KV that was computed, over all variants.
+        seconds: of that. drift_s: spent on measuring the drift besides, which a store needs once.
         entries: the variants of each text, in order.
     """
 
@@ -83,6 +92,7 @@ class IngestReport:
     bytes: int
     seconds: float
     entries: tuple[Entry, ...] = ()
+    drift_s: float = 0.0
 
 
 class _Wanted(NamedTuple):
@@ -149,6 +159,7 @@ class StoredChunks:
     """The chunks of one model behind one preamble, under one policy and in one namespace. Thread-safe.
 
     fingerprint: of model and tokenizer. preamble_ids: the head that chunks are prefilled behind.
+    drift: what is known of it, see blend.drift; None: it is left alone.
     """
 
     def __init__(
@@ -161,6 +172,7 @@ class StoredChunks:
         preamble_ids: tuple[int, ...],
         policy: Policy,
         namespace: str,
+        correct_drift: bool,
     ) -> None:
         self._decoder, self._prompts, self._store = decoder, prompts, store
         self._fingerprint, self.preamble_ids = fingerprint, preamble_ids
@@ -169,6 +181,10 @@ class StoredChunks:
         self._separator = prompts.encode_text("\n\n")
         self._filler = prompts.encode_text(FILLER)[:CONTEXT_TOKENS]
         self._precomputer = Precomputer(decoder, preamble_ids)
+        about = repr((fingerprint, preamble_ids, policy, namespace)).encode()
+        self._drift_name = _DRIFT + hashlib.blake2b(about, digest_size=16).hexdigest()
+        self._drift_lock = threading.Lock()
+        self.drift = self._kept_drift() if correct_drift else None
         self._index = ChunkIndex()
         self._index_lock = threading.Lock()
         self._index_version = -1
@@ -216,7 +232,94 @@ class StoredChunks:
         entries.sort(key=lambda entry: entry.text)
         stored = seen - empty - len(computed)
         seconds = time.perf_counter() - started
-        return IngestReport(len(computed), stored, empty, tokens, n_bytes, seconds, tuple(entries))
+        self._measure_drift()
+        drift_s = time.perf_counter() - started - seconds
+        return IngestReport(len(computed), stored, empty, tokens, n_bytes, seconds, tuple(entries), drift_s)
+
+    def _measure_drift(self) -> None:
+        """Measure the drift, unless that was done or there are too few chunks yet."""
+        with self._drift_lock:
+            if self.drift is None or self.drift.measured:
+                return
+            self.drift = self._kept_drift()
+            if self.drift.measured or sum(map(len, sample := self._sample())) < LEAST_TOKENS:
+                return
+            measured = Drift(self._decoder.shapes)
+            while sample:
+                del sample[: self._measure_together(measured, sample)]
+            measured.measured = True
+            self.drift = measured
+            try:
+                self._store.save_document(self._drift_name, measured.as_dict())
+            except StoreError as error:  # the next ingest measures it again
+                _log.warning("the drift that was measured could not be kept: %s", error)
+
+    def _sample(self) -> list[list[int]]:
+        """Ids of some chunks of this engine's, in no order: names of payloads are as good as random."""
+        found: dict[str, list[int]] = {}
+        tokens = 0
+        keys = sorted(self._store.keys())[:_LOOKED_AT]
+        for first in range(0, len(keys), _NOTES_AT_ONCE):
+            for key, note in self._store.notes(keys[first : first + _NOTES_AT_ONCE]).items():
+                label, text = (read := Note.from_bytes(note)).label, read.text
+                ours = text and text not in found and label == self._label(record_for(text))
+                if ours and key in self.keys(text).values():
+                    found[text] = ids = self._prompts.encode_text(text)
+                    tokens += len(ids)
+                    if tokens >= MOST_TOKENS:
+                        return list(found.values())
+        return list(found.values())
+
+    def _measure_together(self, drift: Drift, sample: Sequence[Sequence[int]]) -> int:
+        """Measure it on a prompt of the first of these chunks, each served by the variant that would be taken there.
+
+        Chunks that have something in common with what stands before them are passed over: what happens to them is not
+        what happens to all.
+
+        Returns:
+            How many chunks that were, at least one.
+        """
+        room = min(PROMPT_TOKENS, self._decoder.context_window_tokens)
+        ids, spans = list(self.preamble_ids), []
+        for chunk in sample:
+            if len(ids) + len(chunk) + len(self._separator) > room:
+                break
+            spans.append((len(ids), len(ids) + len(chunk)))
+            ids += [*chunk, *self._separator]
+        if len(spans) < 2 or self._decoder.is_long(len(ids)):  # what is stored is a short prompt's
+            return max(1, len(spans))
+        placed = []
+        for (start, stop), repeats in zip(spans, repeated(np.array(ids), spans), strict=True):
+            keys = {name: self.key(ids[start:stop], name) for name in VARIANTS[self._policy]}
+            notes = self._store.notes(list(keys.values()))
+            stored = {name: Note.from_bytes(notes[key], stop - start) for name, key in keys.items() if key in notes}
+            behind = digest(ids[:start])
+            fits = best(stored, self._policy, repeats, behind)
+            if fits is None or stored[fits].behind == behind or repeats.mean() >= NEW_SHARE:
+                continue
+            if (reader := self._store.open(keys[fits])) is None:
+                continue
+            with reader, contextlib.suppress(CorruptPayloadError):  # who asks for it finds that, too
+                if reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
+                    kv = [reader.read_layer_kv(layer) for layer in range(self._decoder.n_layers)]
+                    placed.append(Placed(start, stop, fits in SHALLOW, kv))
+        with self._decoder.turn:
+            measure(drift, self._decoder, ids, len(self.preamble_ids), placed)
+        return len(spans)
+
+    def _kept_drift(self) -> Drift:
+        return Drift.from_dict(self._store.document(self._drift_name), self._decoder.shapes)
+
+    @property
+    def drift_known(self) -> int:
+        """On how many chunks the drift was measured: what was blended by less is not the same."""
+        return 0 if self.drift is None else self.drift.chunks
+
+    def source(self, stored: LayerSource, plan: Plan) -> LayerSource:
+        """What is stored of a plan's reused tokens, with what it lacks where they stand."""
+        if self.drift is None:
+            return stored
+        return Deepened(stored, self.drift, plan, len(self.preamble_ids), self._decoder)
 
     def _wanted(self, texts: Iterable[str], neighbours: Sequence[Sequence[str]] | None) -> Iterator[_Wanted]:
         """The texts to ingest, each with the variants that are made of it."""
@@ -375,6 +478,8 @@ class StoredChunks:
                 # Another version's records would match nothing.
                 self._index.add(record for record in since if len(record) == RECORD_BYTES)
                 self._index_version = version
+                if self.drift is not None and not self.drift.measured:
+                    self.drift = self._kept_drift()
         return self._index
 
     def texts_of(self, records: Sequence[bytes]) -> dict[bytes, str]:

@@ -199,6 +199,7 @@ class RagBlend:
             preamble_ids=self.preamble_ids,
             policy=policy,
             namespace=self.settings.namespace,
+            correct_drift=self.settings.correct_drift,
         )
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
@@ -401,7 +402,7 @@ class RagBlend:
         elif ratio != 1 and type(selector).__repr__ is object.__repr__:
             root = b""  # it only tells its address, which another one will have when it is gone
         elif ratio != 1:
-            way = repr((self._blending, ratio, selector, least, self.decoder.is_long(tokens)))
+            way = repr((self._blending, ratio, selector, least, self.decoder.is_long(tokens), self.chunks.drift_known))
             root = hashlib.blake2b(way.encode(), digest_size=16).digest()
         with self.decoder.turn:
             cache = self.decoder.new_cache(min(tokens + max_tokens, window))
@@ -477,7 +478,7 @@ class RagBlend:
                     served.readers, device=self.decoder.device, dtype=self.decoder.dtype, tokens=served.tokens
                 ) as loader:
                     began = time.perf_counter()
-                    source = loader if reused else None
+                    source = self.chunks.source(loader, plan) if reused else None
                     prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled)
                     prefill_s = time.perf_counter() - began
             except CorruptPayloadError as error:

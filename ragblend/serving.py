@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ragblend.blend.prefill import Plan
-from ragblend.blend.variants import VARIANTS, Name, Note, Policy, best, digest
+from ragblend.blend.variants import SHALLOW, VARIANTS, Name, Note, Policy, best, digest
 from ragblend.chunks import StoredChunks
 from ragblend.errors import StoreError
 from ragblend.model.decoder import Decoder
@@ -182,6 +182,6 @@ def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], cho
         reused[use.start : use.stop] = True
         settled[use.start : use.stop] = choice.exact
         unlike[use.start : use.stop] = torch.from_numpy(choice.unlike)
-        shallow[use.start : use.stop] = choice.variant in ("alone", "head") and not choice.exact
+        shallow[use.start : use.stop] = choice.variant in SHALLOW and not choice.exact
     chunks = tuple((use.start, use.stop) for use, _ in hits)
     return Plan(ids, known, reused, settled, chunks, layout.question, unlike, shallow)

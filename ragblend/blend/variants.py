@@ -51,6 +51,9 @@ VARIANTS: Mapping[Policy, tuple[Name, ...]] = {
 }
 """The variants that a policy looks for, the preferred first."""
 
+SHALLOW: tuple[Name, ...] = ("alone", "head")
+"""Variants without a context between head and chunk."""
+
 NEW_SHARE = 0.1
 """A text is new to a chunk that repeats less than this share of its tokens from it."""
 COPY_SHARE = 0.25

@@ -1,0 +1,169 @@
+"""Drift: what happens to the KV of every token alike when its chunk stands deeper than where it was prefilled.
+
+A chunk is prefilled behind the head and a few hundred tokens, and then stands behind thousands. Most of what its keys
+and values lack there differs from token to token, and is what recomputing is for. But a part of it is the same for all
+of them: the more has been read, the less a single token draws attention to itself. Left as it is, reused text gets more
+attention than it would in a full prefill, in early layers by a third, and every row of the question is pulled the same
+way. That part is one vector for each layer and head. It is the model's and depends little on the text, so it is
+measured once, on some of the chunks that are ingested, and added whenever their KV is loaded: to keys before they are
+rotated, and to values.
+
+How much of it a chunk needs depends on how much stands before it here that did not where it was prefilled: the vector
+is scaled by 1 - there / here, both in tokens. What stands no deeper is left alone, and so is what is settled.
+
+Means are of full prefills of chunks that stand one behind the other, as they do in prompts, minus what is stored of
+them. They are least-squares fits: sums over tokens of scale x difference, over sums of scale squared.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragblend.blend.prefill import LayerSource, Plan, full_plan, prefill
+from ragblend.blend.selectors import RecomputeNone
+from ragblend.blend.variants import CONTEXT_TOKENS
+from ragblend.kv import ChunkKV, LayerKV, LayerShape
+from ragblend.model.decoder import Decoder
+
+LEAST_TOKENS, MOST_TOKENS = 7200, 14400
+"""Of the chunks that the drift is measured on: fewer are no sample, and more hardly change it."""
+PROMPT_TOKENS = 2048
+"""Of a prompt that is measured, at most; the window may be shorter."""
+
+_VERSION = 1
+_KINDS = 2  # chunks with a context behind the head (0) and without one (1)
+
+
+class Drift:
+    """The sums, and the vectors that come of them.
+
+    shapes: of the model's layers. chunks: how many were measured. measured: whether that is all there will be.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape]) -> None:
+        self.chunks, self.measured = 0, False
+        self._weights = [0.0] * _KINDS
+        self._sums = [
+            [
+                LayerKV(torch.zeros(heads, key_dim), torch.zeros(heads, value_dim))
+                for heads, key_dim, value_dim in shapes
+            ]
+            for _ in range(_KINDS)
+        ]
+
+    def add(self, shallow: bool, scale: float, full: ChunkKV, stored: ChunkKV) -> None:
+        """One more chunk. full, stored: its unrotated KV as it is where it stands, and as it was prefilled."""
+        for total, right, there in zip(self._sums[shallow], full, stored, strict=True):
+            for sums, now, then in zip(total, right, there, strict=True):
+                sums += scale * (now.cpu().float() - then.cpu().float()).sum(1)
+        self._weights[shallow] += scale**2 * full[0].key.shape[1]
+        self.chunks += 1
+
+    def vectors(self, shallow: bool) -> list[LayerKV] | None:
+        """[kv_heads, dim] each, fp32, of every layer; None where none was measured."""
+        if not self._weights[shallow]:
+            return None
+        return [LayerKV(*(part / self._weights[shallow] for part in sums)) for sums in self._sums[shallow]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        sums = [part.flatten() for kind in self._sums for layer in kind for part in layer]
+        data = torch.cat(sums).numpy().astype("<f4").tobytes()
+        return {
+            "version": _VERSION,
+            "chunks": self.chunks,
+            "weights": self._weights,
+            "sums": base64.b64encode(data).decode(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], shapes: Sequence[LayerShape]) -> Self:
+        """What as_dict gave; nothing measured where it is something else, or another model's."""
+        made = cls(shapes)
+        try:
+            if data["version"] != _VERSION:
+                return made
+            values = torch.from_numpy(np.frombuffer(base64.b64decode(data["sums"]), dtype="<f4").astype(np.float32))
+            parts = [part for kind in made._sums for layer in kind for part in layer]
+            read = values.split([part.numel() for part in parts])
+            weights, chunks = [float(weight) for weight in data["weights"]], int(data["chunks"])
+            if len(weights) != _KINDS or not bool(torch.isfinite(values).all()):
+                return made
+        except (KeyError, TypeError, ValueError, RuntimeError):  # RuntimeError: so many values do not split like that
+            return made
+        for part, of in zip(parts, read, strict=True):
+            part.copy_(of.view(part.shape))
+        made._weights, made.chunks, made.measured = weights, chunks, True
+        return made
+
+
+def scale(start: int, head_tokens: int, *, shallow: bool) -> float:
+    """How much of the drift a chunk has at `start` that was prefilled behind a head of so many tokens."""
+    there = head_tokens if shallow else head_tokens + CONTEXT_TOKENS
+    return max(0.0, 1.0 - there / start) if start else 0.0
+
+
+class Placed(NamedTuple):
+    """A stored chunk in a prompt that is measured.
+
+    kv: as it is stored, in the variant that would serve it there. shallow: that has no context behind the head.
+    """
+
+    start: int
+    stop: int
+    shallow: bool
+    kv: ChunkKV
+
+
+@torch.inference_mode()
+def measure(drift: Drift, decoder: Decoder, ids: Sequence[int], head_tokens: int, chunks: Iterable[Placed]) -> None:
+    """Add what is found in one prompt. ids: [tokens], of which the first `head_tokens` are what chunks stand behind."""
+    cache = decoder.new_cache(len(ids))
+    prefill(decoder, cache, full_plan(ids), None, RecomputeNone(), 0.0)
+    for start, stop, shallow, stored in chunks:
+        if (by := scale(start, head_tokens, shallow=shallow)) > 0.0:
+            inverse = decoder.inverse_angles(start, stop)
+            full = []
+            for layer in range(decoder.n_layers):
+                key, value = cache.read(layer, slice(start, stop))
+                full.append(LayerKV(decoder.unrotate(layer, key, inverse), value))
+            drift.add(shallow, by, full, stored)
+
+
+class Deepened:
+    """A source of reused KV, with what it lacks where it stands in this prompt.
+
+    Args:
+        source: unrotated KV of the plan's reused tokens.
+        head_tokens: of the head that they were prefilled behind.
+    """
+
+    def __init__(self, source: LayerSource, drift: Drift, plan: Plan, head_tokens: int, decoder: Decoder) -> None:
+        self._source = source
+        self._shifts: list[tuple[Tensor, list[LayerKV]]] = []
+        at = plan.reused.nonzero()[:, 0]
+        for shallow in (False, True):
+            vectors = drift.vectors(shallow)
+            if vectors is None:
+                continue
+            scales = torch.zeros(len(plan.ids))
+            for start, stop in plan.chunks:
+                scales[start:stop] = scale(start, head_tokens, shallow=shallow)
+            scales *= (plan.shallow == shallow) & ~plan.settled
+            if bool(scales.any()):
+                like: dict[str, Any] = {"device": decoder.device, "dtype": decoder.dtype}
+                moved = [LayerKV(*(part[:, None].to(**like) for part in layer)) for layer in vectors]
+                self._shifts.append((scales[at][None, :, None].to(**like), moved))
+
+    def layer(self, index: int) -> LayerKV:
+        """See LayerSource."""
+        kv = self._source.layer(index)
+        for scales, vectors in self._shifts:
+            kv = LayerKV(*(torch.addcmul(part, scales, by) for part, by in zip(kv, vectors[index], strict=True)))
+        return kv
