@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ragblend.blend.prefill import LayerSource, Plan, full_plan, prefill
 from ragblend.blend.selectors import RecomputeNone
@@ -49,6 +48,7 @@ class Drift:
     def __init__(self, shapes: Sequence[LayerShape]) -> None:
         self.chunks, self.measured = 0, False
         self._weights = [0.0] * _KINDS
+        self._stacked: dict[tuple[tuple[int, ...], torch.device, torch.dtype], list[LayerKV]] = {}
         self._sums = [
             [
                 LayerKV(torch.zeros(heads, key_dim), torch.zeros(heads, value_dim))
@@ -64,12 +64,25 @@ class Drift:
                 sums += scale * (now.cpu().float() - then.cpu().float()).sum(1)
         self._weights[shallow] += scale**2 * full[0].key.shape[1]
         self.chunks += 1
+        self._stacked.clear()
 
-    def vectors(self, shallow: bool) -> list[LayerKV] | None:
-        """[kv_heads, dim] each, fp32, of every layer; None where none was measured."""
-        if not self._weights[shallow]:
-            return None
+    def knows(self, shallow: int) -> bool:
+        """Whether chunks of that kind were measured."""
+        return self._weights[shallow] > 0.0
+
+    def vectors(self, shallow: int) -> list[LayerKV]:
+        """[kv_heads, dim] each, fp32, of every layer; of a kind that it knows."""
         return [LayerKV(*(part / self._weights[shallow] for part in sums)) for sums in self._sums[shallow]]
+
+    def stacked(self, kinds: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[LayerKV]:
+        """[kv_heads, kinds, dim] of every layer: the same for one prompt after the other, so they are kept."""
+        which = (kinds, device, dtype)
+        if which not in self._stacked:
+            self._stacked[which] = [
+                LayerKV(*(torch.stack(parts, 1).to(device, dtype) for parts in zip(*layers, strict=True)))
+                for layers in zip(*map(self.vectors, kinds), strict=True)
+            ]
+        return self._stacked[which]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
@@ -146,24 +159,26 @@ class Deepened:
 
     def __init__(self, source: LayerSource, drift: Drift, plan: Plan, head_tokens: int, decoder: Decoder) -> None:
         self._source = source
-        self._shifts: list[tuple[Tensor, list[LayerKV]]] = []
-        at = plan.reused.nonzero()[:, 0]
-        for shallow in (False, True):
-            vectors = drift.vectors(shallow)
-            if vectors is None:
-                continue
-            scales = torch.zeros(len(plan.ids))
-            for start, stop in plan.chunks:
-                scales[start:stop] = scale(start, head_tokens, shallow=shallow)
-            scales *= (plan.shallow == shallow) & ~plan.settled
-            if bool(scales.any()):
-                like: dict[str, Any] = {"device": decoder.device, "dtype": decoder.dtype}
-                moved = [LayerKV(*(part[:, None].to(**like) for part in layer)) for layer in vectors]
-                self._shifts.append((scales[at][None, :, None].to(**like), moved))
+        like: dict[str, Any] = {"device": decoder.device, "dtype": decoder.dtype}
+        scales = torch.zeros(len(plan.ids), _KINDS)  # of the two, a token has one at most
+        for start, stop in plan.chunks:
+            for shallow in (False, True):
+                scales[start:stop, int(shallow)] = scale(start, head_tokens, shallow=shallow)
+        scales[plan.shallow, 0] = 0.0
+        scales[~plan.shallow, 1] = 0.0
+        scales[plan.settled] = 0.0
+        kinds = tuple(kind for kind in range(_KINDS) if drift.knows(kind) and bool(scales[:, kind].any()))
+        self._scales = scales[plan.reused][None, :, list(kinds)].to(**like)
+        self._vectors = drift.stacked(kinds, decoder.device, decoder.dtype) if kinds else []
 
     def layer(self, index: int) -> LayerKV:
         """See LayerSource."""
         kv = self._source.layer(index)
-        for scales, vectors in self._shifts:
-            kv = LayerKV(*(torch.addcmul(part, scales, by) for part, by in zip(kv, vectors[index], strict=True)))
-        return kv
+        if not self._vectors:
+            return kv
+        return LayerKV(
+            *(
+                torch.baddbmm(part, self._scales.expand(len(part), -1, -1), by)
+                for part, by in zip(kv, self._vectors[index], strict=True)
+            )
+        )
