@@ -262,7 +262,7 @@ class StoredChunks:
         for first in range(0, len(keys), _NOTES_AT_ONCE):
             for key, note in self._store.notes(keys[first : first + _NOTES_AT_ONCE]).items():
                 label, text = (read := Note.from_bytes(note)).label, read.text
-                ours = text and text not in found and label == self._label(record_for(text))
+                ours = text and text not in found and label == self._label_of(text)
                 if ours and key in self.keys(text).values():
                     found[text] = ids = self._prompts.encode_text(text)
                     tokens += len(ids)
@@ -387,7 +387,7 @@ class StoredChunks:
 
         sources: ids of the texts that the context names as its sources.
         """
-        label = self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
+        label = self._label_of(text)
         noted = text if len(text) <= _MAX_NOTED_CHARS else ""
         note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted, sources)
         # A neighbour's own KV right behind the head is the beginning of what this chunk is prefilled behind.
@@ -422,6 +422,9 @@ class StoredChunks:
     def _label(self, record: bytes) -> bytes:
         """By which KV of a text is found that this model made behind this preamble."""
         return hashlib.blake2b(record, key=self._label_key, digest_size=LABEL_BYTES).digest()
+
+    def _label_of(self, text: str) -> bytes:
+        return self._label(record_for(text)) if is_indexable(text) else bytes(LABEL_BYTES)
 
     def _remember(self, records: Sequence[bytes]) -> None:
         if records:

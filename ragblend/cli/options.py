@@ -140,7 +140,7 @@ def bytes_of(size_limit_gb: float | None) -> int | None:
 
 
 def template_settings_of(pairs: Sequence[str] | None) -> dict[str, Any] | None:
-    """NAME=VALUE each; a value that is JSON is what that says, any other a string."""
+    """NAME=VALUE each; a value that is JSON is what that says, any other a string. null: no more."""
     if not pairs:
         return None
     settings: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def template_settings_of(pairs: Sequence[str] | None) -> dict[str, Any] | None:
             settings[name] = json.loads(value)
         except ValueError:
             settings[name] = value
-    return settings
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def is_there(data: Path) -> None:

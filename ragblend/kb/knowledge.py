@@ -193,7 +193,10 @@ class KnowledgeBase:
         if self.index.in_memory:
             self.index.close()
             self.index = DocumentIndex(self.index.directory)
-        remember(self.store, policy=self.policy, template_settings=dict(self._template_settings))
+        remember(self.store, policy=self.policy)
+        if self._template_settings != self.store.document(KNOWLEDGE).get("template_settings", {}):
+            _ = self.engine  # it refuses what its template does not read, and that is not for the next ones
+            remember(self.store, template_settings=dict(self._template_settings))
         return Ingestion(self.index, self.store, self.models, self.chunk_tokens).run(
             documents, skipped, vanished, progress
         )

@@ -333,10 +333,14 @@ def test_template_settings(cli: Cli, documents: Path) -> None:
     assert "NAME=VALUE" in refused.json["error"]["message"]
     unread = cli("ingest", documents, "--template-setting", "nobody_reads_this=1", "--json")
     assert "reads no nobody_reads_this" in unread.json["error"]["message"]
-    cli("ingest", documents)
-    before = cli("query", "What is here?", "--max-tokens", "1", "--json").json["blend"]["prompt_tokens"]
+    assert cli("ingest", documents).code == 0
+    asked = cli("query", "What is here?", "--max-tokens", "1", "--json")
+    assert asked.code == 0, asked.err
+    before = asked.json["report"]["prompt_tokens"]
     assert cli("ingest", documents, "--template-setting", "enable_thinking=false").code == 0
-    assert cli("query", "What is here?", "--max-tokens", "1", "--json").json["blend"]["prompt_tokens"] > before
+    assert cli("query", "What is here?", "--max-tokens", "1", "--json").json["report"]["prompt_tokens"] > before
+    assert cli("ingest", documents, "--template-setting", "enable_thinking=null").code == 0
+    assert cli("query", "What is here?", "--max-tokens", "1", "--json").json["report"]["prompt_tokens"] == before
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_what_may_not_be_looked_at_is_named(
     monkeypatch.setattr(os, "stat", refused)
     with pytest.raises(ModelNotFoundError, match="check that you may read"):
         load_model(folder)
-    assert str(folder) in Models(None, folder, "", "none").signature  # type: ignore[arg-type]
+    others: dict[str, Any] = {"auto_dtype": "", "template_settings": {}, "audit": None}
+    assert str(folder) in Models(None, folder, "", "none", "auto", **others).signature  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="check that"):
         KVStore(tmp_path / "store")
     assert DocumentIndex.is_in(tmp_path / "index")
