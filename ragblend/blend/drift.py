@@ -18,6 +18,7 @@ them. They are least-squares fits: sums over tokens of scale x difference, over 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -33,7 +34,7 @@ from ragblend.model.decoder import Decoder
 LEAST_TOKENS, MOST_TOKENS = 7200, 14400
 """Of the chunks that the drift is measured on: fewer are no sample, and more hardly change it."""
 PROMPT_TOKENS = 2048
-"""Of a prompt that is measured, at most; the window may be shorter."""
+"""Of a prompt that is measured, at most; twice as many where two chunks need them. The window may be shorter."""
 
 _VERSION = 1
 _KINDS = 2  # chunks with a context behind the head (0) and without one (1)
@@ -51,17 +52,26 @@ class Drift:
         self._stacked: dict[tuple[tuple[int, ...], torch.device, torch.dtype], list[LayerKV]] = {}
         self._sums = [
             [
-                LayerKV(torch.zeros(heads, key_dim), torch.zeros(heads, value_dim))
+                LayerKV(*(torch.zeros(heads, dim, dtype=torch.float32) for dim in (key_dim, value_dim)))
                 for heads, key_dim, value_dim in shapes
             ]
             for _ in range(_KINDS)
         ]
 
     def add(self, shallow: bool, scale: float, full: ChunkKV, stored: ChunkKV) -> None:
-        """One more chunk. full, stored: its unrotated KV as it is where it stands, and as it was prefilled."""
-        for total, right, there in zip(self._sums[shallow], full, stored, strict=True):
-            for sums, now, then in zip(total, right, there, strict=True):
-                sums += scale * (now.cpu().float() - then.cpu().float()).sum(1)
+        """One more chunk. full, stored: its unrotated KV as it is where it stands, and as it was prefilled.
+
+        One with numbers that have overflown is passed over: it would be the end of all that is corrected.
+        """
+        found = [
+            LayerKV(*(scale * (now.cpu().float() - then.cpu().float()).sum(1) for now, then in zip(*both, strict=True)))
+            for both in zip(full, stored, strict=True)
+        ]
+        if not all(bool(torch.isfinite(part).all()) for layer in found for part in layer):
+            return
+        for total, more in zip(self._sums[shallow], found, strict=True):
+            for sums, part in zip(total, more, strict=True):
+                sums += part
         self._weights[shallow] += scale**2 * full[0].key.shape[1]
         self.chunks += 1
         self._stacked.clear()
@@ -106,9 +116,11 @@ class Drift:
             parts = [part for kind in made._sums for layer in kind for part in layer]
             read = values.split([part.numel() for part in parts])
             weights, chunks = [float(weight) for weight in data["weights"]], int(data["chunks"])
-            if len(weights) != _KINDS or not bool(torch.isfinite(values).all()):
+            sound = len(weights) == _KINDS and all(0.0 <= weight < math.inf for weight in weights) and chunks >= 0
+            if not sound or not bool(torch.isfinite(values).all()):
                 return made
-        except (KeyError, TypeError, ValueError, RuntimeError):  # RuntimeError: so many values do not split like that
+        # OverflowError: an infinite count. RuntimeError: so many values do not split like that.
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
             return made
         for part, of in zip(parts, read, strict=True):
             part.copy_(of.view(part.shape))
@@ -158,9 +170,9 @@ class Deepened:
     """
 
     def __init__(self, source: LayerSource, drift: Drift, plan: Plan, head_tokens: int, decoder: Decoder) -> None:
-        self._source = source
+        self._source, self._decoder = source, decoder
         like: dict[str, Any] = {"device": decoder.device, "dtype": decoder.dtype}
-        scales = torch.zeros(len(plan.ids), _KINDS)  # of the two, a token has one at most
+        scales = torch.zeros(len(plan.ids), _KINDS, dtype=torch.float32)  # of the two, a token has one at most
         for start, stop in plan.chunks:
             for shallow in (False, True):
                 scales[start:stop, int(shallow)] = scale(start, head_tokens, shallow=shallow)
@@ -176,9 +188,10 @@ class Deepened:
         kv = self._source.layer(index)
         if not self._vectors:
             return kv
-        return LayerKV(
-            *(
-                torch.baddbmm(part, self._scales.expand(len(part), -1, -1), by)
-                for part, by in zip(kv, self._vectors[index], strict=True)
+        with self._decoder.own_dtype():
+            return LayerKV(
+                *(
+                    torch.baddbmm(part, self._scales.expand(len(part), -1, -1), by)
+                    for part, by in zip(kv, self._vectors[index], strict=True)
+                )
             )
-        )

@@ -405,7 +405,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[1, rows, hidden] after the last layer -> logits [rows, vocab], fp32."""
-        with self._own_dtype():
+        with self.own_dtype():
             return self._head(hidden)[0]
 
     def wait(self) -> None:
@@ -427,7 +427,7 @@ class Decoder:
         spare = angles[0].shape[1] - n_rows
         if spare:  # rows of nothing, that nobody sees and that see nobody
             hidden = F.pad(hidden, (0, 0, 0, spare))
-        with self._own_dtype():
+        with self.own_dtype():
             out: Tensor = self._layers[index](
                 hidden,
                 attention_mask=rows.mask,
@@ -438,7 +438,7 @@ class Decoder:
             )
         return out[:, :n_rows]
 
-    def _own_dtype(self) -> AbstractContextManager[Any]:
+    def own_dtype(self) -> AbstractContextManager[Any]:
         """What a caller has put under autocast is not KV, which goes by the name of the model's own dtype."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
@@ -471,7 +471,7 @@ class Decoder:
         hooks.append(self._layers[-1].register_forward_hook(leave_last))
         try:
             # Nothing is compiled for the one call, and hooks that compilers cannot read are none of theirs.
-            with torch.compiler.set_stance("force_eager"), self._own_dtype():
+            with torch.compiler.set_stance("force_eager"), self.own_dtype():
                 logits = self.model(input_ids=ids.to(self.device)[None], use_cache=True).logits[0].float()
         except Exception as error:
             raise UnsupportedModelError(

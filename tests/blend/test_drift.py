@@ -137,6 +137,8 @@ def test_it_is_written_down_and_read_again(decoder: Decoder) -> None:
             assert torch.equal(now.value, then.value)
     other = [LayerShape(2, 8, 8)] * 3
     damaged = [{}, data | {"version": 0}, data | {"sums": "AAAA"}, data | {"sums": 5}, data | {"weights": [1.0]}]
+    damaged += [data | {"chunks": float("inf")}, data | {"chunks": -1}, data | {"weights": [float("nan"), 1.0]}]
+    damaged += [data | {"weights": [10**400, 1.0]}, data | {"weights": [-1.0, 1.0]}]
     damaged += [data | {"sums": "f" * len(data["sums"])}]  # no numbers
     for wrong, shapes in [*((each, decoder.shapes) for each in damaged), (data, other)]:
         nothing = Drift.from_dict(wrong, shapes)
@@ -232,3 +234,34 @@ def test_another_process_has_what_was_measured_by_the_time_it_asks(decoder: Deco
             ingesting.ingest(given)
         serving.answer([Chunk(given[0]), "hello"], max_tokens=1)
         assert serving.chunks.drift_known > 0
+
+
+def test_a_callers_autocast_and_default_dtype_leave_it_as_it_is(decoder: Decoder, tmp_path: Path) -> None:
+    plan, _ = plan_of(settled=1)
+    stored = random_kv(decoder.shapes, sum(LENGTHS))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        drift = Drift(decoder.shapes)
+        drift.add(False, 1.0, random_kv(decoder.shapes, 7, seed=2), random_kv(decoder.shapes, 7, seed=3))
+        assert Drift.from_dict(drift.as_dict(), decoder.shapes).measured
+        source = Deepened(Given(stored), drift, plan, HEAD, decoder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    right = source.layer(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = source.layer(2)
+    for now, plain in zip(found, right, strict=True):
+        assert now.dtype == torch.float32
+        assert torch.equal(now, plain)
+
+
+def test_a_chunk_whose_numbers_have_overflown_does_not_count(decoder: Decoder) -> None:
+    drift = Drift(decoder.shapes)
+    broken = random_kv(decoder.shapes, 7)
+    broken[1].value[0, 3, 2] = float("inf")
+    drift.add(False, 1.0, broken, random_kv(decoder.shapes, 7))
+    assert not drift.knows(False)
+    assert drift.chunks == 0
+    drift.add(False, 1.0, random_kv(decoder.shapes, 7, seed=2), random_kv(decoder.shapes, 7))
+    assert drift.chunks == 1
+    assert all(bool(torch.isfinite(part).all()) for layer in drift.vectors(False) for part in layer)
