@@ -184,6 +184,7 @@ class StoredChunks:
         about = repr((fingerprint, preamble_ids, policy, namespace)).encode()
         self._drift_name = _DRIFT + hashlib.blake2b(about, digest_size=16).hexdigest()
         self._drift_lock = threading.Lock()
+        self._drift_stamp = store.document_stamp(self._drift_name)
         self.drift = self._kept_drift() if correct_drift else None
         self._index = ChunkIndex()
         self._index_lock = threading.Lock()
@@ -279,9 +280,10 @@ class StoredChunks:
         Returns:
             How many chunks that were, at least one.
         """
-        room = min(PROMPT_TOKENS, self._decoder.context_window_tokens)
-        ids, spans = list(self.preamble_ids), []
+        ids = list(self.preamble_ids)
+        spans: list[tuple[int, int]] = []
         for chunk in sample:
+            room = min(PROMPT_TOKENS * (1 if len(spans) > 1 else 2), self._decoder.context_window_tokens)
             if len(ids) + len(chunk) + len(self._separator) > room:
                 break
             spans.append((len(ids), len(ids) + len(chunk)))
@@ -303,9 +305,20 @@ class StoredChunks:
                 if reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
                     kv = [reader.read_layer_kv(layer) for layer in range(self._decoder.n_layers)]
                     placed.append(Placed(start, stop, fits in SHALLOW, kv))
-        with self._decoder.turn:
-            measure(drift, self._decoder, ids, len(self.preamble_ids), placed)
+        if placed:
+            with self._decoder.turn:
+                measure(drift, self._decoder, ids, len(self.preamble_ids), placed)
         return len(spans)
+
+    def _look_for_drift(self) -> None:
+        """Take what another process has measured since: that comes a while after the last text."""
+        if self.drift is None or self.drift.measured:
+            return
+        stamp = self._store.document_stamp(self._drift_name)
+        if stamp != self._drift_stamp:
+            self._drift_stamp = stamp
+            if (kept := self._kept_drift()).measured:  # or it might replace what this process measures just now
+                self.drift = kept
 
     def _kept_drift(self) -> Drift:
         return Drift.from_dict(self._store.document(self._drift_name), self._decoder.shapes)
@@ -481,8 +494,7 @@ class StoredChunks:
                 # Another version's records would match nothing.
                 self._index.add(record for record in since if len(record) == RECORD_BYTES)
                 self._index_version = version
-                if self.drift is not None and not self.drift.measured:
-                    self.drift = self._kept_drift()
+            self._look_for_drift()
         return self._index
 
     def texts_of(self, records: Sequence[bytes]) -> dict[bytes, str]:

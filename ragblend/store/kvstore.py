@@ -545,6 +545,14 @@ class KVStore:
             return {}
         return kept if isinstance(kept, dict) else {}
 
+    def document_stamp(self, name: str) -> tuple[int, ...] | None:
+        """Differs whenever any process has replaced a document; None: there is none. Cheap enough for each prompt."""
+        try:
+            found = self._document_path(name).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
     def save_document(self, name: str, content: Mapping[str, Any]) -> None:
         """Keep a small JSON object beside the payloads; it replaces the one of that name, whole or not at all.
 

@@ -236,6 +236,43 @@ def test_another_process_has_what_was_measured_by_the_time_it_asks(decoder: Deco
         assert serving.chunks.drift_known > 0
 
 
+def test_another_process_that_asks_while_it_is_measured_has_it_afterwards(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = texts(60)
+    with make(decoder, tmp_path / "kv") as serving, make(decoder, tmp_path / "kv") as ingesting:
+        save = ingesting.store.save_document
+
+        def asked_before(name: str, content: Any) -> None:
+            serving.answer([Chunk(given[0]), "hello"], max_tokens=1)
+            save(name, content)
+
+        monkeypatch.setattr(ingesting.store, "save_document", asked_before)
+        ingesting.ingest(given)
+        serving.answer([Chunk(given[0]), "hello"], max_tokens=1)
+        assert serving.chunks.drift_known == ingesting.chunks.drift_known > 0
+
+
+def test_who_asks_while_it_is_measured_here_does_not_undo_it(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(decoder, tmp_path / "kv") as engine:
+        chunks = engine.chunks
+        engine.ingest(texts(3))
+        measured = Drift(decoder.shapes)
+        measured.measured = True
+
+        def slow(*_: object) -> dict[str, Any]:
+            chunks.drift = measured  # by another thread, after nothing was found to read
+            return {}
+
+        monkeypatch.setattr(engine.store, "document", slow)
+        monkeypatch.setattr(chunks, "_drift_stamp", (0,), raising=False)
+        monkeypatch.setattr(chunks, "_index_version", -1)
+        chunks.known_texts()
+        assert chunks.drift is measured
+
+
 def test_a_callers_autocast_and_default_dtype_leave_it_as_it_is(decoder: Decoder, tmp_path: Path) -> None:
     plan, _ = plan_of(settled=1)
     stored = random_kv(decoder.shapes, sum(LENGTHS))
@@ -265,3 +302,14 @@ def test_a_chunk_whose_numbers_have_overflown_does_not_count(decoder: Decoder) -
     drift.add(False, 1.0, random_kv(decoder.shapes, 7, seed=2), random_kv(decoder.shapes, 7))
     assert drift.chunks == 1
     assert all(bool(torch.isfinite(part).all()) for layer in drift.vectors(False) for part in layer)
+
+
+def test_chunks_of_which_two_are_longer_than_a_prompt_should_be_are_measured(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = texts(60)
+    with make(decoder, tmp_path / "kv") as engine:
+        longest = max(len(engine.prompts.encode_text(text)) for text in given)
+        monkeypatch.setattr("ragblend.chunks.PROMPT_TOKENS", longest + len(engine.preamble_ids) + 2)
+        engine.ingest(given)
+        assert engine.chunks.drift_known > 10
