@@ -204,10 +204,10 @@ class RagBlend:
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
         self._serving = Serving(self.decoder, self.store, self.chunks, policy, todays_head)
-        self._blending = hashlib.blake2b(
-            repr((self.fingerprint, self.preamble_ids, policy, self.settings.namespace)).encode(),
-            digest_size=16,
-        ).hexdigest()
+        way: tuple[object, ...] = (self.fingerprint, self.preamble_ids, policy, self.settings.namespace)
+        if not self.settings.correct_drift:
+            way = (*way, "as stored")
+        self._blending = hashlib.blake2b(repr(way).encode(), digest_size=16).hexdigest()
         self._samples = self._calibrated()
         self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
@@ -632,7 +632,10 @@ class RagBlend:
 
     @property
     def calibration(self) -> dict[str, Any]:
-        """What calibration found for this model, preamble, policy and namespace; empty before it. Plain types only."""
+        """What calibration found for this model, preamble, policy, namespace and `correct_drift`; empty before it.
+
+        Plain types only.
+        """
         return self.store.document(CALIBRATION + self._blending)
 
     def keep_calibration(self, samples: Samples, summary: Mapping[str, Any]) -> None:

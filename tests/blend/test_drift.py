@@ -313,3 +313,11 @@ def test_chunks_of_which_two_are_longer_than_a_prompt_should_be_are_measured(
         monkeypatch.setattr("ragblend.chunks.PROMPT_TOKENS", longest + len(engine.preamble_ids) + 2)
         engine.ingest(given)
         assert engine.chunks.drift_known > 10
+
+
+def test_what_was_calibrated_with_it_is_not_taken_without_it(decoder: Decoder, tmp_path: Path) -> None:
+    with make(decoder, tmp_path / "kv") as engine:
+        engine.store.save_document("calibration_" + engine._blending, {"for": "corrected"})
+        assert engine.calibration
+    with make(decoder, tmp_path / "kv", correct_drift=False) as plain:
+        assert not plain.calibration
