@@ -12,7 +12,8 @@ How much of it a chunk needs depends on how much stands before it here that did 
 is scaled by 1 - there / here, both in tokens. What stands no deeper is left alone, and so is what is settled.
 
 Means are of full prefills of chunks that stand one behind the other, as they do in prompts, minus what is stored of
-them. They are least-squares fits: sums over tokens of scale x difference, over sums of scale squared.
+them. They are least-squares fits: sums over tokens of scale x difference, over sums of scale squared. The latter begin
+with a few hundred tokens that lack nothing, so that where little was measured little is done.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PROMPT_TOKENS = 2048
 """Of a prompt that is measured, at most; twice as many where two chunks need them. The window may be shorter."""
 
 _VERSION = 1
+_PRIOR_TOKENS = 400.0
 _KINDS = 2  # chunks with a context behind the head (0) and without one (1)
 
 
@@ -82,7 +84,8 @@ class Drift:
 
     def vectors(self, shallow: int) -> list[LayerKV]:
         """[kv_heads, dim] each, fp32, of every layer; of a kind that it knows."""
-        return [LayerKV(*(part / self._weights[shallow] for part in sums)) for sums in self._sums[shallow]]
+        weight = self._weights[shallow] + _PRIOR_TOKENS
+        return [LayerKV(*(part / weight for part in sums)) for sums in self._sums[shallow]]
 
     def stacked(self, kinds: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[LayerKV]:
         """[kv_heads, kinds, dim] of every layer: the same for one prompt after the other, so they are kept."""

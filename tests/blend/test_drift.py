@@ -74,6 +74,13 @@ def plan_of(settled: int | None = None, shallow: int | None = None) -> tuple[Pla
     return Plan(ids, 0, reused, settled_mask, tuple(chunks), (at, at + 5), unlike, shallow_mask), chunks
 
 
+@pytest.fixture
+def no_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is taken as it is."""
+    monkeypatch.setattr("ragblend.blend.drift._PRIOR_TOKENS", 0.0)
+
+
+@pytest.mark.usefixtures("no_prior")
 def test_what_all_tokens_lack_is_found_and_given_back(decoder: Decoder) -> None:
     plan, chunks = plan_of(shallow=1)
     scales = torch.cat(
@@ -146,6 +153,19 @@ def test_it_is_written_down_and_read_again(decoder: Decoder) -> None:
         assert not nothing.knows(False)
 
 
+def test_the_less_is_measured_the_less_is_done(decoder: Decoder) -> None:
+    way = random_kv(decoder.shapes, 1, seed=1)
+    taken = []
+    for tokens in (30, 3000):
+        stored = random_kv(decoder.shapes, tokens)
+        drift = Drift(decoder.shapes)
+        drift.add(False, 1.0, moved(stored, way, torch.ones(tokens)), stored)
+        taken.append(float((drift.vectors(False)[1].key / way[1].key[:, 0]).mean()))
+    assert 0.0 < taken[0] < 0.1
+    assert 0.8 < taken[1] < 1.0
+
+
+@pytest.mark.usefixtures("no_prior")
 def test_measured_is_a_full_prefill_less_what_is_stored(decoder: Decoder) -> None:
     ids = torch.randint(5, 200, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     zero = [LayerKV(torch.zeros(h, 80, k), torch.zeros(h, 80, v)) for h, k, v in decoder.shapes]
