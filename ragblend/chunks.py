@@ -49,6 +49,7 @@ from ragblend.prompt.repeats import repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import LABEL_BYTES, KVStore
 from ragblend.store.loader import LayerLoader
+from ragblend.store.payload import PayloadReader
 
 _log = logging.getLogger(__name__)
 
@@ -261,10 +262,12 @@ class StoredChunks:
         tokens = 0
         keys = sorted(self._store.keys())[:_LOOKED_AT]
         for first in range(0, len(keys), _NOTES_AT_ONCE):
-            for key, note in self._store.notes(keys[first : first + _NOTES_AT_ONCE]).items():
-                label, text = (read := Note.from_bytes(note)).label, read.text
-                ours = text and text not in found and label == self._label_of(text)
-                if ours and key in self.keys(text).values():
+            for key, written in self._store.notes(keys[first : first + _NOTES_AT_ONCE]).items():
+                note = Note.from_bytes(written)
+                text = note.text
+                if not text or text in found or note.label != self._label_of(text):
+                    continue
+                if key in self.keys(text).values():
                     found[text] = ids = self._prompts.encode_text(text)
                     tokens += len(ids)
                     if tokens >= MOST_TOKENS:
@@ -302,7 +305,7 @@ class StoredChunks:
             if (reader := self._store.open(keys[fits])) is None:
                 continue
             with reader, contextlib.suppress(CorruptPayloadError):  # who asks for it finds that, too
-                if reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype:
+                if self._fits(reader):
                     kv = [reader.read_layer_kv(layer) for layer in range(self._decoder.n_layers)]
                     placed.append(Placed(start, stop, fits in SHALLOW, kv))
         if placed:
@@ -426,11 +429,14 @@ class StoredChunks:
             yield None
             return
         with reader:
-            if reader.shapes != self._decoder.shapes or reader.dtype != self._decoder.dtype:
+            if not self._fits(reader):
                 yield None
                 return
             with LayerLoader([reader], device=self._decoder.device, dtype=self._decoder.dtype) as loader:
                 yield loader
+
+    def _fits(self, reader: PayloadReader) -> bool:
+        return reader.shapes == self._decoder.shapes and reader.dtype == self._decoder.dtype
 
     def _label(self, record: bytes) -> bytes:
         """By which KV of a text is found that this model made behind this preamble."""
