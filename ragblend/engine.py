@@ -199,14 +199,13 @@ class RagBlend:
             preamble_ids=self.preamble_ids,
             policy=policy,
             namespace=self.settings.namespace,
-            correct_drift=self.settings.correct_drift,
+            correct_reused=self.settings.correct_reused,
         )
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
         self._serving = Serving(self.decoder, self.store, self.chunks, policy, todays_head)
-        way: tuple[object, ...] = (self.fingerprint, self.preamble_ids, policy, self.settings.namespace)
-        if not self.settings.correct_drift:
-            way = (*way, "as stored")
+        corrected = ("drift", "spread") if self.settings.correct_reused else ()  # another way is another name
+        way = (self.fingerprint, self.preamble_ids, policy, self.settings.namespace, corrected)
         self._blending = hashlib.blake2b(repr(way).encode(), digest_size=16).hexdigest()
         self._samples = self._calibrated()
         self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
@@ -479,7 +478,8 @@ class RagBlend:
                 ) as loader:
                     began = time.perf_counter()
                     source = self.chunks.source(loader, plan) if reused else None
-                    prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled)
+                    corrects = self.settings.correct_reused
+                    prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled, spreads=corrects)
                     prefill_s = time.perf_counter() - began
             except CorruptPayloadError as error:
                 _log.warning("%s", error)
@@ -632,7 +632,7 @@ class RagBlend:
 
     @property
     def calibration(self) -> dict[str, Any]:
-        """What calibration found for this model, preamble, policy, namespace and `correct_drift`; empty before it.
+        """What calibration found for this model, preamble, policy, namespace and `correct_reused`; empty before it.
 
         Plain types only.
         """
