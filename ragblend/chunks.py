@@ -1,4 +1,4 @@
-"""The chunks of an engine in its store: how they are named, made, checked, and found again by their text.
+"""The chunks of an engine in its store: how they are named, made, checked, chosen for a place, and found by their text.
 
 A chunk's name, its key, says which model made its KV and what it stands behind as far as that is the same for all
 chunks. What else it stands behind is kept in its note (see blend.variants). Beside the KV there are records of the
@@ -44,8 +44,9 @@ from ragblend.errors import CorruptPayloadError, IngestError, StoreError
 from ragblend.kv import ChunkKV
 from ragblend.model.decoder import Decoder
 from ragblend.prompt.chunk import chunk_key
+from ragblend.prompt.layout import Span
 from ragblend.prompt.match import RECORD_BYTES, ChunkIndex, is_indexable, record_for
-from ragblend.prompt.repeats import repeated
+from ragblend.prompt.repeats import Ids, Mask, repeated
 from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import LABEL_BYTES, KVStore
 from ragblend.store.loader import LayerLoader
@@ -72,6 +73,22 @@ class Entry(NamedTuple):
     variant: Name
     key: str
     neighbours: tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    """The variant that serves a chunk span.
+
+    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind.
+    repeats, unlike: [span tokens] bool; tokens that are repetitions here; those that are here and were none there, or
+        the other way round.
+    """
+
+    variant: Name
+    key: str
+    stored: bool
+    exact: bool
+    repeats: Mask
+    unlike: Mask
 
 
 @dataclass(frozen=True)
@@ -284,30 +301,25 @@ class StoredChunks:
             How many chunks that were, at least one.
         """
         ids = list(self.preamble_ids)
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         for chunk in sample:
             room = min(PROMPT_TOKENS * (1 if len(spans) > 1 else 2), self._decoder.context_window_tokens)
             if len(ids) + len(chunk) + len(self._separator) > room:
                 break
-            spans.append((len(ids), len(ids) + len(chunk)))
+            spans.append(Span("chunk", len(ids), len(ids) + len(chunk)))
             ids += [*chunk, *self._separator]
         if len(spans) < 2 or self._decoder.is_long(len(ids)):  # what is stored is a short prompt's
             return max(1, len(spans))
         placed = []
-        for (start, stop), repeats in zip(spans, repeated(np.array(ids), spans), strict=True):
-            keys = {name: self.key(ids[start:stop], name) for name in VARIANTS[self._policy]}
-            notes = self._store.notes(list(keys.values()))
-            stored = {name: Note.from_bytes(notes[key], stop - start) for name, key in keys.items() if key in notes}
-            behind = digest(ids[:start])
-            fits = best(stored, self._policy, repeats, behind)
-            if fits is None or stored[fits].behind == behind or repeats.mean() >= NEW_SHARE:
+        for span, choice in zip(spans, self.choose(np.array(ids), spans), strict=True):
+            if not choice.stored or choice.exact or choice.repeats.mean() >= NEW_SHARE:
                 continue
-            if (reader := self._store.open(keys[fits])) is None:
+            if (reader := self._store.open(choice.key)) is None:
                 continue
             with reader, contextlib.suppress(CorruptPayloadError):  # who asks for it finds that, too
                 if self._fits(reader):
                     kv = [reader.read_layer_kv(layer) for layer in range(self._decoder.n_layers)]
-                    placed.append(Placed(start, stop, fits in SHALLOW, kv))
+                    placed.append(Placed(span.start, span.stop, choice.variant in SHALLOW, kv))
         if placed:
             with self._decoder.turn:
                 measure(drift, self._decoder, ids, len(self.preamble_ids), placed)
@@ -378,7 +390,43 @@ class StoredChunks:
     def keys(self, text: str) -> dict[Name, str]:
         """Under which keys `ingest` may store a text, and answers look for it."""
         ids = self._prompts.encode_text(text.strip())
-        return {name: self.key(ids, name) for name in VARIANTS[self._policy]} if ids else {}
+        return self._keys(ids) if ids else {}
+
+    def _keys(self, ids: Sequence[int] | np.ndarray) -> dict[Name, str]:
+        return {name: self.key(ids, name) for name in VARIANTS[self._policy]}
+
+    def choose(
+        self, ids: Ids, spans: Sequence[Span], corrupt: Collection[str] = (), todays_head: tuple[int, ...] = ()
+    ) -> list[Choice]:
+        """The variant to serve each chunk span of a prompt with.
+
+        Args:
+            ids: [tokens] int64, the prompt's.
+            corrupt: keys that are chosen only where there is no other.
+            todays_head: of the head as it is today, where it has a date in it; else ().
+        """
+        chunks = [span.whole or ids[span.start : span.stop] for span in spans]  # a cut one is stored whole
+        keys = [self._keys(chunk) for chunk in chunks]
+        notes = self._store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
+        long = self._decoder.is_long(len(ids))
+        here = repeated(ids, [(span.start, span.stop) for span in spans])
+        choices = []
+        for each, chunk, span, repeats in zip(keys, chunks, spans, here, strict=True):
+            usable = {name: key for name, key in each.items() if key in notes and key not in corrupt}
+            noted = {name: Note.from_bytes(notes[key], len(chunk)) for name, key in usable.items()}
+            stored = {name: note.beginning(len(span)) for name, note in noted.items()}
+            behind = digest(ids[: span.start])
+            # Behind the head of another day a chunk is not exact, but nothing fits better.
+            dated = 0 < span.start == len(todays_head) and tuple(ids[: span.start].tolist()) == todays_head
+            fits = best(stored, self._policy, repeats, digest(self.preamble_ids) if dated else behind)
+            if fits is not None:
+                note = stored[fits]
+                exact = note.behind == behind and self._decoder.is_long(span.stop) == long
+                choices.append(Choice(fits, each[fits], True, exact, repeats, note.repeats != repeats))
+            else:
+                lost = next((name for name in each if each[name] in corrupt), next(iter(each)))
+                choices.append(Choice(lost, each[lost], False, False, repeats, repeats))
+        return choices
 
     def contexts(self, ids: Sequence[int], offered: Sequence[Sequence[int]] = ()) -> list[Context]:
         """The variants to make of a chunk. offered: ids of other texts, see `variants.contexts`."""
@@ -486,8 +534,7 @@ class StoredChunks:
                     _log.warning("%s", error)
                     continue
             if deviation(stored, self.kv(ids, context)[0][: len(stored)]) > FOREIGN:
-                keys = [self.key(ids, name) for name in VARIANTS[self._policy]]
-                return tuple(key for key in keys if self._store.delete(key))
+                return tuple(key for key in self._keys(ids).values() if self._store.delete(key))
             return ()
         return ()
 

@@ -203,7 +203,7 @@ class RagBlend:
         )
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
-        self._serving = Serving(self.decoder, self.store, self.chunks, policy, todays_head)
+        self._serving = Serving(self.decoder, self.store, self.chunks, todays_head)
         corrected = ("drift", "spread") if self.settings.correct_reused else ()  # another way is another name
         way = (self.fingerprint, self.preamble_ids, policy, self.settings.namespace, corrected)
         self._blending = hashlib.blake2b(repr(way).encode(), digest_size=16).hexdigest()

@@ -9,37 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.blend.prefill import Plan
-from ragblend.blend.variants import SHALLOW, VARIANTS, Name, Note, Policy, best, digest
-from ragblend.chunks import StoredChunks
+from ragblend.blend.variants import SHALLOW
+from ragblend.chunks import Choice, StoredChunks
 from ragblend.errors import StoreError
 from ragblend.model.decoder import Decoder
 from ragblend.prompt.layout import Layout, Span
-from ragblend.prompt.repeats import Mask, repeated
 from ragblend.report import ChunkStatus, ChunkUse
 from ragblend.store.kvstore import KVStore
 from ragblend.store.payload import PayloadReader
 
 _READ = ("hit", "cut")  # statuses of spans whose KV is read
-
-
-class _Choice(NamedTuple):
-    """The variant that serves a chunk span.
-
-    stored: whether it is there. exact: it stands behind the very ids that it was prefilled behind. unlike: [chunk
-    tokens] bool; tokens that are repetitions here and were none there, or the other way round.
-    """
-
-    variant: Name
-    key: str
-    stored: bool
-    exact: bool
-    unlike: Mask
 
 
 @dataclass(frozen=True)
@@ -75,11 +59,9 @@ class Serving:
         decoder: Decoder,
         store: KVStore,
         chunks: StoredChunks,
-        policy: Policy,
         todays_head: Callable[[], tuple[int, ...]] | None,
     ) -> None:
-        self._decoder, self._store, self._chunks, self._policy = decoder, store, chunks, policy
-        self._todays_head = todays_head
+        self._decoder, self._store, self._chunks, self._todays_head = decoder, store, chunks, todays_head
 
     def serve(self, layout: Layout, ids: Tensor, known: int, corrupt: set[str], *, read: bool) -> Served:
         """Find and open what serves each chunk.
@@ -92,42 +74,16 @@ class Serving:
         """
         while True:
             seen = len(corrupt)
-            choices = self._choose(layout, corrupt)
+            todays_head = () if self._todays_head is None else self._todays_head()
+            choices = self._chunks.choose(layout.ids, layout.chunks, corrupt, todays_head)
             uses, readers = self._look_up(layout.chunks, choices, known, corrupt, read=read)
             served = Served(_plan(layout, ids, known, uses, choices), uses, readers)
             if len(corrupt) == seen:
                 return served
             served.close()  # another variant may be whole
 
-    def _choose(self, layout: Layout, corrupt: set[str]) -> list[_Choice]:
-        """The variant to serve each chunk span with; one known to be corrupt only where there is no other."""
-        names = VARIANTS[self._policy]
-        spans = layout.chunks
-        stored_ids = [layout.stored_ids_of(span) for span in spans]
-        keys = [{name: self._chunks.key(ids, name) for name in names} for ids in stored_ids]
-        notes = self._store.notes(list(dict.fromkeys(key for each in keys for key in each.values())))
-        long = self._decoder.is_long(len(layout.ids))
-        here = repeated(layout.ids, [(span.start, span.stop) for span in spans])
-        todays_head = () if self._todays_head is None else self._todays_head()
-        choices = []
-        for each, ids, span, repeats in zip(keys, stored_ids, spans, here, strict=True):
-            usable = {name: key for name, key in each.items() if key in notes and key not in corrupt}
-            stored = {name: Note.from_bytes(notes[key], len(ids)).beginning(len(span)) for name, key in usable.items()}
-            behind = digest(layout.ids[: span.start])
-            # Behind the head of another day a chunk is not exact, but nothing fits better.
-            dated = 0 < span.start == len(todays_head) and tuple(layout.ids[: span.start].tolist()) == todays_head
-            fits = best(stored, self._policy, repeats, digest(self._chunks.preamble_ids) if dated else behind)
-            if fits is not None:
-                note = stored[fits]
-                exact = note.behind == behind and self._decoder.is_long(span.stop) == long
-                choices.append(_Choice(fits, each[fits], True, exact, note.repeats != repeats))
-            else:
-                lost = next((name for name in names if each[name] in corrupt), names[0])
-                choices.append(_Choice(lost, each[lost], False, False, repeats))
-        return choices
-
     def _look_up(
-        self, spans: Sequence[Span], choices: Sequence[_Choice], known: int, corrupt: set[str], *, read: bool
+        self, spans: Sequence[Span], choices: Sequence[Choice], known: int, corrupt: set[str], *, read: bool
     ) -> tuple[tuple[ChunkUse, ...], list[PayloadReader]]:
         """How each chunk span will be served, and an open reader for each hit, in prompt order."""
         wanted = [choice.key for choice, span in zip(choices, spans, strict=True) if read and span.stop > known]
@@ -170,7 +126,7 @@ class Serving:
         )
 
 
-def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[_Choice]) -> Plan:
+def _plan(layout: Layout, ids: Tensor, known: int, uses: Sequence[ChunkUse], choices: Sequence[Choice]) -> Plan:
     """Sort the tokens of a prompt into known, reused and fresh."""
     hits = [(use, choice) for use, choice in zip(uses, choices, strict=True) if use.status in _READ]
     for use, _ in hits:

@@ -29,7 +29,7 @@ class Span:
     """Tokens start .. stop - 1 of a prompt (half-open, absolute positions).
 
     text: computed fresh: template, glue, question. chunk: one chunk, whose text is kept.
-    whole: of a cut chunk, all ids of the chunk, which begin with those of the span; of others, ().
+    whole: of a cut chunk, all ids of the chunk, by which it is stored; they begin with the span's. Of others, ().
     """
 
     kind: Literal["text", "chunk"]
@@ -82,10 +82,6 @@ class Layout:
     def ids_of(self, span: Span) -> npt.NDArray[np.int64]:
         """[span tokens] int64."""
         return self.ids[span.start : span.stop]
-
-    def stored_ids_of(self, span: Span) -> npt.NDArray[np.int64]:
-        """[chunk tokens] int64: the ids that a chunk is stored by; those of a cut one go on behind its span."""
-        return np.array(span.whole, dtype=np.int64) if span.whole else self.ids_of(span)
 
 
 def lay_out(
