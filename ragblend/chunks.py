@@ -177,6 +177,7 @@ class StoredChunks:
     """The chunks of one model behind one preamble, under one policy and in one namespace. Thread-safe.
 
     fingerprint: of model and tokenizer. preamble_ids: the head that chunks are prefilled behind.
+    made: names all that decides what their KV is: model, preamble, policy and namespace.
     drift: what is known of it, see blend.drift; None: it is left alone.
     """
 
@@ -200,7 +201,8 @@ class StoredChunks:
         self._filler = prompts.encode_text(FILLER)[:CONTEXT_TOKENS]
         self._precomputer = Precomputer(decoder, preamble_ids)
         about = repr((fingerprint, preamble_ids, policy, namespace)).encode()
-        self._drift_name = _DRIFT + hashlib.blake2b(about, digest_size=16).hexdigest()
+        self.made = hashlib.blake2b(about, digest_size=16).hexdigest()
+        self._drift_name = _DRIFT + self.made
         self._drift_lock = threading.Lock()
         self._drift_stamp = store.document_stamp(self._drift_name)
         self.drift = self._kept_drift() if correct_reused else None

@@ -204,9 +204,8 @@ class RagBlend:
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
         self._serving = Serving(self.decoder, self.store, self.chunks, todays_head)
-        corrected = ("drift", "spread") if self.settings.correct_reused else ()  # another way is another name
-        way = (self.fingerprint, self.preamble_ids, policy, self.settings.namespace, corrected)
-        self._blending = hashlib.blake2b(repr(way).encode(), digest_size=16).hexdigest()
+        corrected = "_drift_spread" if self.settings.correct_reused else ""  # another way is another name
+        self._blending = self.chunks.made + corrected
         self._samples = self._calibrated()
         self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
         self.prefix_cache = PrefixCache(self.settings.prefix_cache_bytes)
