@@ -14,6 +14,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(module, "_orig_mod", module))
 
 
+def plain_name(name: str) -> str:
+    """A module's or a weight's name, the same whether it is compiled or not."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The transformers model that torch.compile or PEFT has wrapped, if they have; adapters stay in its layers.
 
@@ -50,5 +55,5 @@ def adapters(model: nn.Module) -> list[Any]:
             if isinstance(kept, dict) and kept and all(isinstance(v, (bool, int, float, str)) for v in kept.values())
         }
         off, merged = bool(getattr(module, "disable_adapters", False)), list(getattr(module, "merged_adapters", ()))
-        found.append([name.replace("_orig_mod.", ""), list(active), off, merged, numbers])
+        found.append([plain_name(name), list(active), off, merged, numbers])
     return found

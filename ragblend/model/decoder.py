@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragblend.errors import ModelChangedError, ModelNotFoundError, UnsupportedModelError
 from ragblend.kv import LayerKV, LayerShape
-from ragblend.model.adapters import adapters, uncompiled, unwrapped
+from ragblend.model.adapters import adapters, plain_name, uncompiled, unwrapped
 from ragblend.model.attention import ATTENTION_NAME, AttentionProbe, CausalRows, attend
 from ragblend.model.packed import can_pack, pack_linears, release_mapping, rounded_up, same_inputs
 from ragblend.model.pages import prefer_huge_pages
@@ -664,8 +664,7 @@ def _content_digest(model: PreTrainedModel) -> str:
     """Digest of the weights, and of what modules hold beside them."""
     content = xxhash.xxh3_128()
     seen: dict[tuple[Any, ...], str] = {}
-    # Compiled or not, they have one name.
-    state: dict[str, Any] = {_plain_name(name): kept for name, kept in model.state_dict().items()}
+    state: dict[str, Any] = {plain_name(name): kept for name, kept in model.state_dict().items()}
     for name, tensor in sorted(state.items()):
         if type(tensor) is not Tensor or tensor.is_quantized:  # packed, as quantised layers keep theirs
             saved = io.BytesIO()
@@ -681,7 +680,7 @@ def _content_digest(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         # Neither what is around the layers nor compilers' wrapping.
         if not isinstance(module, PreTrainedModel) and uncompiled(module) is module:
-            content.update(json.dumps([_plain_name(name), *_described_module(module)], sort_keys=True).encode())
+            content.update(json.dumps([plain_name(name), *_described_module(module)], sort_keys=True).encode())
     content.update(json.dumps(adapters(model)).encode())
     return content.hexdigest()
 
@@ -708,10 +707,6 @@ def _described_module(module: nn.Module) -> tuple[Any, ...]:
             digest = xxhash.xxh3_128_hexdigest(_raw(kept))
             buffers[key] = [str(buffer.dtype), tuple(buffer.shape), digest]
     return type(module).__name__, numbers, buffers
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def _raw(tensor: Tensor) -> Any:
