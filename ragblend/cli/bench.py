@@ -30,6 +30,9 @@ from ragblend.cli.tables import bounds_table, chat_table, fidelity_table, ttft_t
 from ragblend.errors import InvalidSettingError
 from ragblend.quality import QUALITIES, MaxKL
 
+# Of fidelity, and of the report that measures it.
+_CHUNKS, _CHUNK_TOKENS, _ANSWER_TOKENS, _RATIOS = 6, 300, 16, "0,0.05,0.15"
+
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
@@ -124,10 +127,10 @@ def chat(
 @bench.command()
 def fidelity(
     data: Data,
-    chunks: BenchChunks = 6,
-    chunk_tokens: BenchChunkTokens = 300,
+    chunks: BenchChunks = _CHUNKS,
+    chunk_tokens: BenchChunkTokens = _CHUNK_TOKENS,
     limit: Annotated[int, typer.Option(help="Questions to ask. The chunks of all of them are the corpus.")] = 20,
-    ratios: Ratios = "0,0.05,0.15",
+    ratios: Ratios = _RATIOS,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,7 +144,9 @@ def fidelity(
     strangers: Annotated[
         bool, typer.Option("--strangers", help="Take neighbours from other questions, so that none is in the prompt.")
     ] = False,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of the answer that distributions are compared at.")] = 16,
+    answer_tokens: Annotated[
+        int, typer.Option(help="Tokens of the answer that distributions are compared at.")
+    ] = _ANSWER_TOKENS,
     dtype: Dtype = "auto",
     store: BenchStore = None,
     model: Model = None,
@@ -337,7 +342,15 @@ def report(
                 ) from error
         else:
             assert data is not None
-            result = _fidelity(data=data, limit=limit, model=model)
+            result = _fidelity(
+                data=data,
+                chunks=_CHUNKS,
+                chunk_tokens=_CHUNK_TOKENS,
+                limit=limit,
+                ratios=_RATIOS,
+                answer_tokens=_ANSWER_TOKENS,
+                model=model,
+            )
         from ragblend.evaluation.page import write_report
 
         files = write_report(result, out)
@@ -345,7 +358,7 @@ def report(
 
 
 def _fidelity(
-    *, data: Path, ratios: str = "0,0.05,0.15", strategy: Sequence[str] | None = None, model: str | None, **how: Any
+    *, data: Path, ratios: str, strategy: Sequence[str] | None = None, model: str | None, **how: Any
 ) -> dict[str, Any]:
     """What `bench fidelity` measures, and the command that measures it: arguments are the options' names."""
     is_there(data)

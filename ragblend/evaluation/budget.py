@@ -16,11 +16,10 @@ from ragblend.evaluation.calibrate import calibrate as calibrated
 from ragblend.evaluation.fidelity import Corpus
 from ragblend.evaluation.metrics import bootstrap_interval
 from ragblend.evaluation.strategies import engines, read_questions
-from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.model.decoder import Decoder
 from ragblend.model.sources import load_model
 from ragblend.prompt.template import PromptTokenizer
-from ragblend.quality import QUALITIES, MaxKL
+from ragblend.quality import MaxKL
 from ragblend.store.kvstore import KVStore
 
 
@@ -28,12 +27,11 @@ def run(
     *,
     model: str,
     data: Path,
-    chunks: int = 6,
-    chunk_tokens: int = 300,
-    limit: int = 100,
-    bounds: Mapping[str, float] = QUALITIES,
+    chunks: int,
+    chunk_tokens: int,
+    limit: int,
+    bounds: Mapping[str, float],
     dtype: str = "auto",
-    embedding_model: str = DEFAULT_EMBEDDING_MODEL,
     store: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def run(
         kv = stack.enter_context(KVStore(folder))
         decoder = Decoder(loaded, pack=True)
         engine = stack.enter_context(engines(decoder, tokenizer, kv, ["blend"], namespace="questions"))["blend"]
-        corpus = Corpus(everything, embedding_model)
+        corpus = Corpus(everything)
         steps = 3 * len(asked)
 
         def step(done: int) -> None:

@@ -25,7 +25,6 @@ from ragblend.evaluation.stock import Stock
 from ragblend.evaluation.strategies import machine, read_questions
 from ragblend.kb import KnowledgeBase
 from ragblend.kb.conversation import Turn
-from ragblend.kb.session import DEFAULT_MAX_TOKENS, DEFAULT_RATIO
 from ragblend.model.sources import load_model
 from ragblend.prompt.chunk import Message
 from ragblend.prompt.template import PromptTokenizer
@@ -43,12 +42,12 @@ def run(
     *,
     model: str,
     data: Path,
-    chunks: int = 4,
-    chunk_tokens: int = 300,
-    turns: int = 8,
-    limit: int = 1,
-    ratio: float = DEFAULT_RATIO,
-    answer_tokens: int = DEFAULT_MAX_TOKENS,
+    chunks: int,
+    chunk_tokens: int,
+    turns: int,
+    limit: int,
+    ratio: float,
+    answer_tokens: int,
     dtype: str = "auto",
     store: Path | None = None,
     progress: Callable[[int, int], None] | None = None,

@@ -34,7 +34,7 @@ from ragblend.evaluation.metrics import (
     token_f1,
 )
 from ragblend.evaluation.strategies import Question, check_reused, engines, machine, parsed, read_questions
-from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL, Embedder
+from ragblend.kb.embedder import Embedder
 from ragblend.model.decoder import Decoder
 from ragblend.model.generate import DecodeSettings
 from ragblend.model.sources import load_model
@@ -42,7 +42,6 @@ from ragblend.prompt.template import PromptTokenizer
 from ragblend.store.kvstore import KVStore
 
 DEFAULT_STRATEGIES = ("reuse", "cacheblend", "blend")
-DEFAULT_RATIOS = (0.0, 0.05, 0.15)
 ANSWER_TOKENS = 32  # of the answers that are compared with the gold ones
 
 # Number in the result -> values of a question it is made from, and how.
@@ -98,15 +97,14 @@ def run(
     *,
     model: str,
     data: Path,
-    chunks: int = 6,
-    chunk_tokens: int = 300,
-    limit: int = 20,
-    ratios: Sequence[float] = DEFAULT_RATIOS,
+    chunks: int,
+    chunk_tokens: int,
+    limit: int,
+    ratios: Sequence[float],
+    answer_tokens: int,
     strategies: Sequence[str] = DEFAULT_STRATEGIES,
-    answer_tokens: int = 16,
     strangers: bool = False,
     dtype: str = "auto",
-    embedding_model: str = DEFAULT_EMBEDDING_MODEL,
     store: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def run(
         made = stack.enter_context(
             engines(decoder, tokenizer, kv, names, namespace="strangers" if strangers else "questions")
         )
-        corpus = Corpus(everything, embedding_model, strangers)
+        corpus = Corpus(everything, strangers)
         bench = _Bench(made, compared, answer_tokens)
         bench.warm_up(questions[0])
         for done, question in enumerate(questions):
@@ -174,13 +172,13 @@ def run(
 class Corpus:
     """The chunks of all questions, and each one's neighbours."""
 
-    def __init__(self, questions: Sequence[Question], embedding_model: str, strangers: bool = False) -> None:
+    def __init__(self, questions: Sequence[Question], strangers: bool = False) -> None:
         asked: dict[str, set[int]] = {}  # a chunk may stand in the prompts of several questions
         for n, question in enumerate(questions):
             for chunk in question.chunks:
                 asked.setdefault(chunk, set()).add(n)
         texts = list(asked)
-        vectors = Embedder(embedding_model).embed(texts)
+        vectors = Embedder().embed(texts)
         ranked = neighbours_of(texts, vectors, apart=list(asked.values()) if strangers else ())
         self._neighbours = dict(zip(texts, ranked, strict=True))
 

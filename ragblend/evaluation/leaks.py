@@ -23,9 +23,9 @@ from ragblend.store.kvstore import KVStore
 def run(
     *,
     model: str,
-    count: int = 100,
+    count: int,
+    ratios: Sequence[float],
     chunks: int = 4,
-    ratios: Sequence[float] = (0.0, 0.15),
     seed: int = 0,
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,

@@ -34,10 +34,10 @@ _SHORTEST = 2 * MIN_CUT_CHARS + len(NOTICE)
 
 def run(
     *,
-    chunks: int = 100_000,
-    chunk_chars: int = 1200,
-    prompt_chars: int = 16_000,
-    repeats: int = 20,
+    chunks: int,
+    chunk_chars: int,
+    prompt_chars: int,
+    repeats: int,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ragblend.evaluation.calibrate import NEEDED, calibrate, calibrate_documents
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.kb import KnowledgeBase
 from ragblend.model.sources import load_model
-from ragblend.quality import CALIBRATION
+from ragblend.quality import CALIBRATION, QUALITIES
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 
@@ -252,14 +252,16 @@ def test_bounds_are_measured_on_questions_held_out(cli: Cli, tiny_model: Path, t
     assert level["max_kl"] == 0.001
     assert level["within"] >= 0.7  # of 19: what is promised is for many
     with pytest.raises(InvalidSettingError):
-        budget.run(model="", data=data, bounds={"no": -1.0})
+        budget.run(model="", data=data, chunks=3, chunk_tokens=40, limit=4, bounds={"no": -1.0})
     steps: list[int] = []
     with pytest.raises(InvalidSettingError, match=f"takes {2 * NEEDED - 1} at least"):
         budget.run(
             model=str(tiny_model),
             data=data,
             chunks=3,
+            chunk_tokens=40,
             limit=2 * NEEDED - 2,
+            bounds=QUALITIES,
             progress=lambda done, of: steps.append(done),
         )
     assert not steps, "refused before anything is ingested"

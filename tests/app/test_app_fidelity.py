@@ -17,7 +17,6 @@ from ragblend.errors import InvalidSettingError
 from ragblend.evaluation import fidelity, leaks
 from ragblend.evaluation.cases import two_hop, write_cases
 from ragblend.evaluation.strategies import NAMED, SELECTORS, Question, parsed
-from ragblend.kb.embedder import DEFAULT_EMBEDDING_MODEL
 from ragblend.store.kvstore import KVStore
 
 pytestmark = pytest.mark.usefixtures("embedding_model")
@@ -110,7 +109,7 @@ def test_strangers_stand_in_no_prompt_of_the_chunk() -> None:
         Question(str(n), case.question, case.answers, case.chunks) for n, case in enumerate(two_hop(2, chunks=3))
     )
     shared = replace(second, chunks=(*second.chunks, first.chunks[0]))  # its chunk is one of both questions
-    corpus = fidelity.Corpus([first, shared], DEFAULT_EMBEDDING_MODEL, strangers=True)
+    corpus = fidelity.Corpus([first, shared], strangers=True)
     assert corpus.neighbours(first.chunks[0]) == []
     assert set(corpus.neighbours(first.chunks[1])) == set(second.chunks)
     assert set(corpus.neighbours(second.chunks[0])) == set(first.chunks[1:])
@@ -129,6 +128,8 @@ def test_deviations_are_told_by_policy_layer_and_place(measured: dict[str, Any])
 
 
 def test_the_settings_are_checked(tiny_model: Path, data: Path) -> None:
+    right = {"model": str(tiny_model), "data": data, "chunks": 3, "chunk_tokens": 60, "limit": 3}
+    right |= {"ratios": (0.5,), "answer_tokens": 5}
     for wrong in (
         {"strategies": ("blend", "magic")},
         {"strategies": ("neighbours/magic",)},
@@ -141,7 +142,7 @@ def test_the_settings_are_checked(tiny_model: Path, data: Path) -> None:
         {"data": data.with_name("missing")},
     ):
         with pytest.raises(InvalidSettingError):
-            fidelity.run(**{"model": str(tiny_model), "data": data, "chunks": 3, **wrong})  # type: ignore[arg-type]
+            fidelity.run(**{**right, **wrong})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [*NAMED, *(f"neighbours/{selector}" for selector in SELECTORS)])
