@@ -55,8 +55,8 @@ from ragblend.store.payload import PayloadReader
 _log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # texts of which all are prefilled behind the head before the first one is behind another
-_NOTES_AT_ONCE = 1024
-_LOOKED_AT = 16 * _NOTES_AT_ONCE  # payloads among which those of this engine are looked for
+_TEXTS_AT_ONCE = 256
+_LOOKED_AT = 64 * _TEXTS_AT_ONCE  # texts of a store among which those of this engine are looked for
 _DRIFT = "drift_"  # how the names of those of a store's documents begin that say what was measured
 _MAX_NOTED_CHARS = 10_000  # longer texts are not found by their beginnings: a note must stay a note
 
@@ -204,6 +204,7 @@ class StoredChunks:
         self.made = hashlib.blake2b(about, digest_size=16).hexdigest()
         self._drift_name = _DRIFT + self.made
         self._drift_lock = threading.Lock()
+        self._drift_lacks = 0  # tokens to be prefilled before it is worth while to look for a sample
         self._drift_stamp = store.document_stamp(self._drift_name)
         self.drift = self._kept_drift() if correct_reused else None
         self._index = ChunkIndex()
@@ -260,10 +261,14 @@ class StoredChunks:
     def _measure_drift(self) -> None:
         """Measure the drift, unless that was done or there are too few chunks yet."""
         with self._drift_lock:
-            if self.drift is None or self.drift.measured:
+            if self.drift is None or self.drift.measured or self._drift_lacks > 0:
                 return
             self.drift = self._kept_drift()
-            if self.drift.measured or sum(map(len, sample := self._sample())) < LEAST_TOKENS:
+            if self.drift.measured:
+                return
+            sample = self._sample()
+            self._drift_lacks = LEAST_TOKENS - sum(map(len, sample))
+            if self._drift_lacks > 0:
                 return
             measured = Drift(self._decoder.shapes)
             while sample:
@@ -276,22 +281,19 @@ class StoredChunks:
                 _log.warning("the drift that was measured could not be kept: %s", error)
 
     def _sample(self) -> list[list[int]]:
-        """Ids of some chunks of this engine's, in no order: names of payloads are as good as random."""
-        found: dict[str, list[int]] = {}
+        """Ids of some chunks of this engine's, in no order: labels are as good as random."""
+        sample: list[list[int]] = []
         tokens = 0
-        keys = sorted(self._store.keys())[:_LOOKED_AT]
-        for first in range(0, len(keys), _NOTES_AT_ONCE):
-            for key, written in self._store.notes(keys[first : first + _NOTES_AT_ONCE]).items():
-                note = Note.from_bytes(written)
-                text = note.text
-                if not text or text in found or note.label != self._label_of(text):
+        records = sorted(self._store.remembered(), key=self._label)[:_LOOKED_AT]
+        for first in range(0, len(records), _TEXTS_AT_ONCE):
+            for text in self.texts_of(records[first : first + _TEXTS_AT_ONCE]).values():
+                if not self.stored(text):  # but under another policy or in another namespace
                     continue
-                if key in self.keys(text).values():
-                    found[text] = ids = self._prompts.encode_text(text)
-                    tokens += len(ids)
-                    if tokens >= MOST_TOKENS:
-                        return list(found.values())
-        return list(found.values())
+                sample.append(ids := self._prompts.encode_text(text))
+                tokens += len(ids)
+                if tokens >= MOST_TOKENS:
+                    return sample
+        return sample
 
     def _measure_together(self, drift: Drift, sample: Sequence[Sequence[int]]) -> int:
         """Measure it on a prompt of the first of these chunks, each served by the variant that would be taken there.
@@ -453,6 +455,7 @@ class StoredChunks:
 
         sources: ids of the texts that the context names as its sources.
         """
+        self._drift_lacks -= len(ids)
         label = self._label_of(text)
         noted = text if len(text) <= _MAX_NOTED_CHARS else ""
         note = Note.of((*self.preamble_ids, *context.ids), ids, label, noted, sources)

@@ -246,6 +246,34 @@ def test_a_damaged_record_of_it_is_measured_again(
     assert json.loads(record.read_text())["chunks"] == known
 
 
+def test_the_sample_is_looked_for_again_when_there_may_be_one(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = texts(60)
+    with make(decoder, tmp_path / "kv") as engine:
+        looked: list[int] = []
+        remembered = engine.store.remembered
+
+        def noted() -> list[bytes]:
+            looked.append(len(found := remembered()))
+            return found
+
+        monkeypatch.setattr(engine.store, "remembered", noted)
+        for text in [*given[:2], *given[:2]]:
+            engine.ingest([text])
+        assert looked == [1], "what is there has to be looked at once"
+        with pytest.raises(KeyboardInterrupt):
+            engine.ingest(given, progress=interrupt)
+        assert not engine.ingest(given[:30]).computed
+        assert looked == [1, len(given)]
+        assert engine.chunks.drift_known > 10
+
+
+def interrupt(done: int) -> None:
+    if done == 60:
+        raise KeyboardInterrupt
+
+
 def test_another_process_has_what_was_measured_by_the_time_it_asks(decoder: Decoder, tmp_path: Path) -> None:
     given = texts(60)
     with make(decoder, tmp_path / "kv") as serving:
