@@ -99,7 +99,7 @@ class IngestReport:
         computed, already_stored, empty: texts with something to compute, with everything there, and without tokens;
             together all texts that were seen. A repeated text counts as already stored.
         tokens, bytes: of the KV that was computed, over all variants.
-        seconds: of that. drift_s: spent on measuring the drift besides, which a store needs once.
+        seconds: of that. drift_s: spent on measuring the drift besides, which a store mostly needs once.
         entries: the variants of each text, in order.
     """
 
@@ -259,12 +259,15 @@ class StoredChunks:
         return IngestReport(len(computed), stored, empty, tokens, n_bytes, seconds, tuple(entries), drift_s)
 
     def _measure_drift(self) -> None:
-        """Measure the drift, unless that was done or there are too few chunks yet."""
+        """Measure the drift, unless that was done or there are too few chunks yet.
+
+        Where little of what there was could be measured, that is done again when the store has doubled.
+        """
         with self._drift_lock:
-            if self.drift is None or self.drift.measured or self._drift_lacks > 0:
+            if self.drift is None or self._drift_lacks > 0 or self._is_measured(self.drift):
                 return
-            self.drift = self._kept_drift()
-            if self.drift.measured:
+            self._look_for_drift()
+            if self._is_measured(self.drift):
                 return
             sample = self._sample()
             self._drift_lacks = LEAST_TOKENS - sum(map(len, sample))
@@ -273,12 +276,17 @@ class StoredChunks:
             measured = Drift(self._decoder.shapes)
             while sample:
                 del sample[: self._measure_together(measured, sample)]
-            measured.measured = True
+            # Never another one of as many chunks: that would go by the same name, see `drift_known`.
+            measured = max(self.drift, measured, key=lambda drift: drift.chunks)
+            measured.measured, measured.entries = True, len(self._store)
             self.drift = measured
             try:
                 self._store.save_document(self._drift_name, measured.as_dict())
             except StoreError as error:  # the next ingest measures it again
                 _log.warning("the drift that was measured could not be kept: %s", error)
+
+    def _is_measured(self, drift: Drift) -> bool:
+        return drift.settled or (drift.measured and len(self._store) < 2 * drift.entries)
 
     def _sample(self) -> list[list[int]]:
         """Ids of some chunks of this engine's, in no order: labels are as good as random."""
@@ -331,7 +339,7 @@ class StoredChunks:
 
     def _look_for_drift(self) -> None:
         """Take what another process has measured since: that comes a while after the last text."""
-        if self.drift is None or self.drift.measured:
+        if self.drift is None or self.drift.settled:
             return
         stamp = self._store.document_stamp(self._drift_name)
         if stamp != self._drift_stamp:

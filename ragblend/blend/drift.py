@@ -13,7 +13,8 @@ is scaled by 1 - there / here, both in tokens. What stands no deeper is left alo
 
 Means are of full prefills of chunks that stand one behind the other, as they do in prompts, minus what is stored of
 them. They are least-squares fits: sums over tokens of scale x difference, over sums of scale squared. The latter begin
-with a few hundred tokens that lack nothing, so that where little was measured little is done.
+with a few hundred tokens that lack nothing, so that where little was measured little is done. (Chunks that are nearly
+copies of others in a prompt are not measured: they lack something else. Where most are, it is measured again later.)
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ _KINDS = 2  # chunks with a context behind the head (0) and without one (1)
 class Drift:
     """The sums, and the vectors that come of them.
 
-    shapes: of the model's layers. chunks: how many were measured. measured: whether that is all there will be.
+    shapes: of the model's layers. chunks: how many were measured.
+    measured: whether it was. entries: of the store, when it was.
     """
 
     def __init__(self, shapes: Sequence[LayerShape]) -> None:
-        self.chunks, self.measured = 0, False
+        self.chunks, self.entries, self.measured = 0, 0, False
         self._weights = [0.0] * _KINDS
         self._stacked: dict[tuple[tuple[int, ...], torch.device, torch.dtype], list[LayerKV]] = {}
         self._sums = [
@@ -78,6 +80,11 @@ class Drift:
         self.chunks += 1
         self._stacked.clear()
 
+    @property
+    def settled(self) -> bool:
+        """Whether more was measured than is taken for granted. Where chunks are nearly copies of others, it is not."""
+        return max(self._weights) > _PRIOR_TOKENS
+
     def knows(self, shallow: int) -> bool:
         """Whether chunks of that kind were measured."""
         return self._weights[shallow] > 0.0
@@ -104,6 +111,7 @@ class Drift:
         return {
             "version": _VERSION,
             "chunks": self.chunks,
+            "entries": self.entries,
             "weights": self._weights,
             "sums": base64.b64encode(data).decode(),
         }
@@ -118,8 +126,8 @@ class Drift:
             values = torch.from_numpy(np.frombuffer(base64.b64decode(data["sums"]), dtype="<f4").astype(np.float32))
             parts = [part for kind in made._sums for layer in kind for part in layer]
             read = values.split([part.numel() for part in parts])
-            weights, chunks = [float(weight) for weight in data["weights"]], int(data["chunks"])
-            sound = len(weights) == _KINDS and all(0.0 <= weight < math.inf for weight in weights) and chunks >= 0
+            weights, counts = [float(weight) for weight in data["weights"]], [int(data["chunks"]), int(data["entries"])]
+            sound = len(weights) == _KINDS and all(0.0 <= weight < math.inf for weight in weights) and min(counts) >= 0
             if not sound or not bool(torch.isfinite(values).all()):
                 return made
         # OverflowError: an infinite count. RuntimeError: so many values do not split like that.
@@ -127,7 +135,8 @@ class Drift:
             return made
         for part, of in zip(parts, read, strict=True):
             part.copy_(of.view(part.shape))
-        made._weights, made.chunks, made.measured = weights, chunks, True
+        made._weights, made.measured = weights, True
+        made.chunks, made.entries = counts
         return made
 
 

@@ -274,6 +274,28 @@ def interrupt(done: int) -> None:
         raise KeyboardInterrupt
 
 
+def test_where_little_could_be_measured_it_is_measured_again_when_the_store_has_doubled(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    body, *others = texts(180)
+    copies = [f"{body} {n}" for n in range(60)]
+    with make(decoder, tmp_path / "kv") as engine:
+        assert engine.ingest(copies).drift_s > 0
+        assert engine.chunks.drift is not None
+        assert engine.chunks.drift.measured
+        assert engine.chunks.drift_known == 0, "near copies tell nothing of how other text drifts"
+    with make(decoder, tmp_path / "kv") as again, make(decoder, tmp_path / "kv") as serving:
+        again.ingest(others[:50])
+        assert again.chunks.drift_known == 0, "not half of it is new"
+        again.ingest(others[50:])
+        known = again.chunks.drift_known
+        assert known > 10
+        serving.answer([Chunk(copies[0]), "hello"], max_tokens=1)
+        assert serving.chunks.drift_known == known
+        again.ingest(texts(600))
+        assert again.chunks.drift_known == known, "that was enough"
+
+
 def test_another_process_has_what_was_measured_by_the_time_it_asks(decoder: Decoder, tmp_path: Path) -> None:
     given = texts(60)
     with make(decoder, tmp_path / "kv") as serving:
