@@ -191,7 +191,7 @@ class StoredChunks:
         preamble_ids: tuple[int, ...],
         policy: Policy,
         namespace: str,
-        correct_reused: bool,
+        correct_drift: bool,
     ) -> None:
         self._decoder, self._prompts, self._store = decoder, prompts, store
         self._fingerprint, self.preamble_ids = fingerprint, preamble_ids
@@ -206,7 +206,7 @@ class StoredChunks:
         self._drift_lock = threading.Lock()
         self._drift_lacks = 0  # tokens to be prefilled before it is worth while to look for a sample
         self._drift_stamp = store.document_stamp(self._drift_name)
-        self.drift = self._kept_drift() if correct_reused else None
+        self.drift = self._kept_drift() if correct_drift else None
         self._index = ChunkIndex()
         self._index_lock = threading.Lock()
         self._index_version = -1

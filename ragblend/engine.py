@@ -199,12 +199,12 @@ class RagBlend:
             preamble_ids=self.preamble_ids,
             policy=policy,
             namespace=self.settings.namespace,
-            correct_reused=self.settings.correct_reused,
+            correct_drift=self.settings.correct_drift,
         )
         dated = policy != "none" and self.preamble_ids != self.prompts.head_ids(head, today=True)
         todays_head = partial(self.prompts.head_ids, head, today=True) if dated else None
         self._serving = Serving(self.decoder, self.store, self.chunks, todays_head)
-        corrected = "_drift_spread" if self.settings.correct_reused else ""  # another way is another name
+        corrected = "_drift" if self.settings.correct_drift else ""  # another way is another name
         self._blending = self.chunks.made + corrected
         self._samples = self._calibrated()
         self._budgets: dict[tuple[Samples, MaxKL], Budget] = {}
@@ -477,8 +477,7 @@ class RagBlend:
                 ) as loader:
                     began = time.perf_counter()
                     source = self.chunks.source(loader, plan) if reused else None
-                    corrects = self.settings.correct_reused
-                    prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled, spreads=corrects)
+                    prefilled = prefill(self.decoder, cache, plan, source, selector, share, cancelled)
                     prefill_s = time.perf_counter() - began
             except CorruptPayloadError as error:
                 _log.warning("%s", error)
@@ -631,7 +630,7 @@ class RagBlend:
 
     @property
     def calibration(self) -> dict[str, Any]:
-        """What calibration found for this model, preamble, policy, namespace and `correct_reused`; empty before it.
+        """What calibration found for this model, preamble, policy, namespace and `correct_drift`; empty before it.
 
         Plain types only.
         """

@@ -38,8 +38,8 @@ class EngineSettings:
     reuse_blended: also keep blended KV, for prompts that go on from the whole of an earlier one (chat turns).
     learn: store the KV of chunks that were missed, after the answer.
     template_settings: variables for the model's chat template, such as {"enable_thinking": False} for Qwen 3.
-    correct_reused: add to reused KV what it is known to lack: on average for standing deeper than it was prefilled,
-        which an ingest measures once (see blend.drift), and by what recomputed tokens before it show (blend.spread).
+    correct_drift: add to reused KV what it lacks on average for standing deeper than it was prefilled, see blend.drift.
+        The first ingest measures it.
     audit: which answers are held against a full prefill afterwards, and what is tolerated; None: none are.
 
     Raises:
@@ -55,7 +55,7 @@ class EngineSettings:
     reuse_blended: bool = True
     learn: bool = True
     template_settings: Mapping[str, Any] = field(default_factory=dict)
-    correct_reused: bool = True
+    correct_drift: bool = True
     audit: Audit | None = None
 
     def __post_init__(self) -> None:

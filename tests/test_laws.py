@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Pass, Plan, Prefilled, Selector, full_plan, prefill
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeAll, RecomputeNone
-from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder, KVCache
 from ragblend.model.generate import DecodeSettings, _Lookup, decode
 from ragblend.store.kvstore import KVStore
@@ -83,7 +81,7 @@ class Bench:
         )
 
     def blend(
-        self, order: Sequence[int], selector: Selector, ratio: float, plan: Plan | None = None, *, spreads: bool = True
+        self, order: Sequence[int], selector: Selector, ratio: float, plan: Plan | None = None
     ) -> tuple[Prefilled, KVCache, Plan]:
         plan = plan or self.plan(order)
         opened = self.store.open_many([str(n) for n in order if n not in self.absent])
@@ -91,7 +89,7 @@ class Bench:
         readers = [found.reader for found in opened if found.reader is not None]
         assert len(readers) == len(opened)
         with LayerLoader(readers, device="cpu", dtype=torch.float32) as loader:
-            done = prefill(self.decoder, cache, plan, loader if readers else None, selector, ratio, spreads=spreads)
+            done = prefill(self.decoder, cache, plan, loader if readers else None, selector, ratio)
         for reader in readers:
             reader.close()
         return done, cache, plan
@@ -240,58 +238,6 @@ def test_a_recomputed_token_never_sees_a_later_one(bench: Bench, selector: Selec
                 strict=True,
             ):
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("selector", [FirstTokens(), QuestionAttention(), HKVD(layers=3, slack=2.0)], ids=repr)
-@pytest.mark.parametrize("order", [(1, 3, 2), (0, 2, 2)], ids=str)
-def test_what_recomputed_tokens_deviate_by_is_spread_to_those_behind_them(
-    bench: Bench, selector: Selector, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the formula, token by token; and to no others."""
-    decoder = bench.decoder
-    kept: list[Tensor] = []
-    spread = Pass.spread
-
-    def watch(state: Pass, layer: int, found: LayerKV) -> None:
-        kept.append(state.kept)
-        spread(state, layer, found)
-
-    monkeypatch.setattr(Pass, "spread", watch)
-    _, cache, plan = bench.blend(order, selector, 0.3)
-    _, stored, _ = bench.blend(order, RecomputeNone(), 0.0)
-    moved = plan.reused & ~plan.settled
-    everywhere = slice(0, len(plan.ids))
-    inverse = decoder.inverse_angles(0, len(plan.ids))
-    moving = 0.0
-    for layer in range(decoder.n_layers):
-        now, then = (
-            (decoder.unrotate(layer, key, inverse), value)
-            for key, value in (cache.read(layer, everywhere), stored.read(layer, everywhere))
-        )
-        for got, was in zip(now, then, strict=True):
-            expected = was.clone()
-            for start, stop in plan.chunks:
-                for token in range(start, stop):
-                    before = [other for other in range(start, token) if kept[layer][other]]
-                    weights = [math.exp((other - token) / 16) for other in before]
-                    if moved[token] and not kept[layer][token] and before:
-                        mean = sum(w * (got - was)[:, other] for w, other in zip(weights, before, strict=True))
-                        expected[:, token] += mean / (sum(weights) + 2.0)
-            left = plan.reused & ~kept[layer]
-            torch.testing.assert_close(got[:, left], expected[:, left], atol=1e-4, rtol=1e-4)
-            moving = max(moving, float((got - was)[:, left].abs().max()))
-            assert torch.equal(got[:, plan.settled], was[:, plan.settled])
-    assert moving > 0.01
-
-
-def test_nothing_is_spread_where_it_is_not_wanted(bench: Bench) -> None:
-    plan = bench.plan((1, 3, 2))
-    done, cache, _ = bench.blend((1, 3, 2), FirstTokens(), 0.3, spreads=False)
-    _, stored, _ = bench.blend((1, 3, 2), RecomputeNone(), 0.0)
-    left = (plan.reused & ~done.recomputed).nonzero()[:, 0]
-    for layer in range(bench.decoder.n_layers):
-        for got, was in zip(cache.read(layer, left), stored.read(layer, left), strict=True):
-            assert torch.equal(got, was)
 
 
 def test_known_prefix_and_rest_equal_the_whole(bench: Bench, family: str) -> None:

@@ -11,7 +11,6 @@ from test_laws import (  # noqa: F401 - collected here once more, with other fam
     test_full_prefill_equals_the_stock_forward,
     test_keys_rotated_away_and_back_are_the_same,
     test_stored_kv_does_not_depend_on_what_was_computed_before,
-    test_what_recomputed_tokens_deviate_by_is_spread_to_those_behind_them,
 )
 from tiny_models import OTHER_FAMILIES
 

@@ -10,8 +10,7 @@ CacheBlend (Yao et al., arXiv 2405.16444, section 4), with exact causal masks an
     before the first layer (by the question's attention) or at some layer on the way (by how far the stored KV is from
     the recomputed one: HKVD tokens); the set of recomputed tokens only ever shrinks. Tokens that stand right behind
     the preamble they were computed behind are *settled*: their KV is a full prefill's, and they take no part.
-4.  Each layer runs on the selected rows alone, against every position before them, and overwrites their KV. By what
-    it was off there, the reused KV right behind them is corrected first (see `spread`).
+4.  Each layer runs on the selected rows alone, against every position before them, and overwrites their KV.
 5.  After the last layer the last row gives the logits, and the cache is what decoding goes on from.
 
 Full prefill is the same loop with nothing reused; prefix caching with known tokens only; full reuse is ratio 0;
@@ -29,7 +28,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragblend.blend.spread import Spread
 from ragblend.errors import InvalidSettingError, PrefillCancelledError
 from ragblend.kv import LayerKV
 from ragblend.model.decoder import Decoder, KVCache, Rows
@@ -98,7 +96,6 @@ class Pass:
     positions: [rows] int64; the rows being computed: fresh and kept tokens, ascending. rows: the same for the decoder.
     hidden: [1, rows, hidden]; their hidden states before the current layer.
     row_layers: rows x layers computed so far, selection included.
-    spreads: whether what recomputed tokens are off by is spread to those behind them.
     load_s: time spent waiting for reused KV and putting it in place.
     select_s: time spent choosing tokens; without that of loading layers, which every prefill spends sooner or later.
     """
@@ -108,7 +105,6 @@ class Pass:
     plan: Plan
     source: LayerSource | None
     kept: Tensor
-    spreads: bool
     positions: Tensor = field(init=False)
     rows: Rows = field(init=False)
     hidden: Tensor = field(init=False)
@@ -116,7 +112,6 @@ class Pass:
     load_s: float = 0.0
     select_s: float = 0.0
     _loaded: int = 0
-    _spread: Spread | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.plan.ids)
@@ -161,27 +156,16 @@ class Pass:
             self.positions = self.positions[stay]
             self.rows = self.decoder.rows(self.positions, self.angles)
             self.hidden = self.hidden[:, stay.to(self.hidden.device)]
-            self._spread = None
-
-    def spread(self, layer: int, found: LayerKV) -> None:
-        """Correct the reused KV behind the recomputed rows by what is `found` at those."""
-        if not self.spreads:
-            return
-        if self._spread is None:
-            moved = self.plan.reused & ~self.plan.settled
-            self._spread = Spread(self.decoder, self.plan.chunks, moved, self.kept, self.positions, self.angles)
-        self._spread(layer, found, self.cache)
 
     def run(self, layer: int) -> None:
         """Run a layer on the current rows."""
-        self.hidden = self.decoder.layer(layer, self.hidden, self.rows, self.cache, self.spread)
+        self.hidden = self.decoder.layer(layer, self.hidden, self.rows, self.cache)
         self.row_layers += len(self.positions)
 
     def run_last(self, layer: int) -> None:
         """Run the last layer: every row leaves its KV for decoding, but only the last one's output is ever used."""
         if len(self.positions) > 1:
             kv = self.decoder.project(layer, self.hidden, self.rows)
-            self.spread(layer, kv)
             self.cache.write(layer, self.positions.to(self.decoder.device), kv.key, kv.value)
         self.row_layers += len(self.positions)
         self.hidden = self.hidden[:, -1:]
@@ -216,8 +200,6 @@ def prefill(
     selector: Selector,
     ratio: float | RatioChooser,
     cancelled: Callable[[], bool] = lambda: False,
-    *,
-    spreads: bool = True,
 ) -> Prefilled:
     """Fill `cache` with the KV of every position of the plan and give the logits of the last one.
 
@@ -226,7 +208,6 @@ def prefill(
         source: the reused tokens' KV; None when nothing is reused.
         ratio: share to recompute of the reused tokens that are not settled, 0..1; or what chooses it by their scores.
         cancelled: asked before each layer whether to give up; the cache is then worthless.
-        spreads: whether reused KV is corrected by what recomputed tokens before it are off by: not as published.
 
     Raises:
         CorruptPayloadError: from the source; the cache is then worthless, plan again without that chunk.
@@ -238,7 +219,7 @@ def prefill(
     decoder.check_unchanged()
     moved = plan.reused & ~plan.settled
     moved_tokens = int(moved.sum())
-    state = Pass(decoder, cache, plan, source, kept=moved, spreads=spreads)
+    state = Pass(decoder, cache, plan, source, kept=moved)
     scores: Tensor | None = None
     if callable(ratio):
         with state.selecting():

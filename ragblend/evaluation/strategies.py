@@ -140,7 +140,7 @@ def engines(
                 prefix_cache_bytes=0 if name == "full" or policy == "none" else EngineSettings.prefix_cache_bytes,
                 reuse_blended=False,
                 learn=False,
-                correct_reused=policy != "none",  # as published
+                correct_drift=policy != "none",  # as published
             )
             made[name] = stack.enter_context(RagBlend(model, tokenizer, store, settings))
         yield made

@@ -22,11 +22,11 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
@@ -118,25 +118,18 @@ class KVCache:
         return self.keys[layer][0][:, positions], self.values[layer][0][:, positions]
 
 
-BeforeWriting: TypeAlias = Callable[[int, LayerKV], None]
-"""Given a layer's index and the keys (rotated) and values of the rows that it computes, before the cache has them."""
-
-
 class _Scatter(Cache):
     """What a layer sees as its cache: takes the rows' keys and values, gives those of every position back."""
 
-    def __init__(self, kv: KVCache, rows: CausalRows, positions: Tensor | slice, before: BeforeWriting | None) -> None:
+    def __init__(self, kv: KVCache, rows: CausalRows, positions: Tensor | slice) -> None:
         super().__init__(layers=[])
-        self._kv, self._rows, self._stop, self._positions, self._before = kv, rows, rows.stop, positions, before
+        self._kv, self._rows, self._stop, self._positions = kv, rows, rows.stop, positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         n_rows = len(self._rows)
-        rows = LayerKV(key_states[0][:, :n_rows], value_states[0][:, :n_rows])
-        if self._before is not None:
-            self._before(layer_idx, rows)
-        self._kv.write(layer_idx, self._positions, rows.key, rows.value)
+        self._kv.write(layer_idx, self._positions, key_states[0][:, :n_rows], value_states[0][:, :n_rows])
         return self._kv.keys[layer_idx][:, :, : self._stop], self._kv.values[layer_idx][:, :, : self._stop]
 
 
@@ -384,22 +377,19 @@ class Decoder:
             hidden = module(hidden)
         return hidden
 
-    def layer(
-        self, index: int, hidden: Tensor, rows: Rows, cache: KVCache, before: BeforeWriting | None = None
-    ) -> Tensor:
+    def layer(self, index: int, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """Run one of the model's own layers on the selected rows against every position before them.
 
         Args:
             hidden: [1, rows, hidden].
             cache: takes the rows' keys and values; must hold those of all other visible positions.
-            before: shown these first.
 
         Returns:
             [1, rows, hidden].
         """
         mask = rows.mask
         at = slice(mask.start, mask.stop) if mask.is_run else mask.positions.to(self.device)
-        return self._call(index, hidden, rows, _Scatter(cache, mask, at, before))
+        return self._call(index, hidden, rows, _Scatter(cache, mask, at))
 
     def project(self, index: int, hidden: Tensor, rows: Rows) -> LayerKV:
         """Keys (rotated) and values [kv_heads, rows, dim] that a layer would make of `hidden`, and no more work.

@@ -212,7 +212,7 @@ def test_an_engine_measures_it_once_and_keeps_it_with_the_store(decoder: Decoder
         assert again.chunks.drift_known == known.chunks
         assert again.ingest(given).drift_s < report.drift_s
         assert torch.equal(again.prefill(["Read this.\n\n", *asked, "What now?"], ratio=0.0).logits, blended.logits)
-    with make(decoder, tmp_path / "kv", correct_reused=False) as plain:
+    with make(decoder, tmp_path / "kv", correct_drift=False) as plain:
         assert plain.chunks.drift is None
         left = plain.prefill(["Read this.\n\n", *asked, "What now?"], ratio=0.0)
         assert not torch.allclose(left.logits, blended.logits, atol=EXACT)
@@ -389,5 +389,5 @@ def test_what_was_calibrated_with_it_is_not_taken_without_it(decoder: Decoder, t
     with make(decoder, tmp_path / "kv") as engine:
         engine.store.save_document("calibration_" + engine._blending, {"for": "corrected"})
         assert engine.calibration
-    with make(decoder, tmp_path / "kv", correct_reused=False) as plain:
+    with make(decoder, tmp_path / "kv", correct_drift=False) as plain:
         assert not plain.calibration
