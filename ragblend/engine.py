@@ -37,7 +37,8 @@ from ragblend.errors import (
     NotCalibratedError,
 )
 from ragblend.idle import IdleWorker
-from ragblend.model.decoder import Decoder, KVCache, PreTrainedModel, PreTrainedTokenizerBase
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder, PreTrainedModel, PreTrainedTokenizerBase
 from ragblend.model.generate import DecodeSettings, Step, decode
 from ragblend.model.sources import DEFAULT_MODEL, Model, load_model
 from ragblend.prompt.chunk import tokenizer_fingerprint

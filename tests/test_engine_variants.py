@@ -21,7 +21,8 @@ from ragblend.blend.variants import CONTEXT_TOKENS, FILLER, POLICIES, VARIANTS, 
 from ragblend.chunks import Entry, IngestReport
 from ragblend.errors import IngestError
 from ragblend.kv import LayerKV
-from ragblend.model.decoder import Decoder, KVCache
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder
 from ragblend.settings import EngineSettings
 from ragblend.store.kvstore import KVStore
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ragblend.errors import InvalidSettingError
-from ragblend.model.decoder import Decoder, KVCache
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder
 from ragblend.model.generate import advance
 
 

@@ -15,7 +15,8 @@ from ragblend.blend.prefill import LayerSource, Plan, full_plan, prefill
 from ragblend.blend.selectors import RecomputeNone
 from ragblend.errors import ContextWindowError
 from ragblend.kv import ChunkKV, LayerKV
-from ragblend.model.decoder import Decoder, KVCache
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder
 
 _KEPT = 2  # "behind the head" and "behind a context" take turns, chunk by chunk
 

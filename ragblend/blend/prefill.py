@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ragblend.errors import InvalidSettingError, PrefillCancelledError
 from ragblend.kv import LayerKV
-from ragblend.model.decoder import Decoder, KVCache, Rows
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder, Rows
 
 
 class LayerSource(Protocol):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragblend.model.decoder import KVCache
+from ragblend.model.cache import KVCache
 
 BLOCK_TOKENS = 16
 

@@ -12,7 +12,7 @@ from ragblend.blend.prefix import BLOCK_TOKENS, PrefixCache
 from ragblend.blend.selectors import HKVD, QuestionAttention
 from ragblend.errors import InvalidSettingError
 from ragblend.kv import LayerShape
-from ragblend.model.decoder import KVCache
+from ragblend.model.cache import KVCache
 
 
 def test_controller_recomputes_what_hides_behind_loading() -> None:
