@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from ragblend.blend.precompute import Precomputer
 from ragblend.blend.prefill import Pass, Plan, Prefilled, Selector, full_plan, prefill
 from ragblend.blend.selectors import HKVD, FirstTokens, QuestionAttention, RecomputeAll, RecomputeNone
-from ragblend.model.decoder import Decoder, KVCache
+from ragblend.model.cache import KVCache
+from ragblend.model.decoder import Decoder
 from ragblend.model.generate import DecodeSettings, _Lookup, decode
 from ragblend.store.kvstore import KVStore
 from ragblend.store.loader import LayerLoader
