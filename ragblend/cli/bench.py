@@ -88,7 +88,7 @@ def chat(
     chunk_tokens: BenchChunkTokens = 300,
     turns: Annotated[int, typer.Option(help="Turns of a chat. The first one is not counted.")] = 8,
     limit: Annotated[int, typer.Option(help="Chats.")] = 1,
-    ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.05,
+    ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute.")] = 0.0,
     answer_tokens: Annotated[int, typer.Option(help="Length of the answers at most.")] = 256,
     dtype: Dtype = "auto",
     store: BenchStore = None,

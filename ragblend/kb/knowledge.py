@@ -338,7 +338,7 @@ class KnowledgeBase:
         Args:
             name: letters, digits, ".", "_" and "-": whose chat it is.
             max_turns: older ones are forgotten.
-            **settings: for all turns: ratio (0.05), selector, max_tokens (256), temperature, stop, ...
+            **settings: for all turns: ratio (0), selector, max_tokens (256), temperature, stop, ...
 
         Raises:
             InvalidSettingError: a name that is none; a setting out of range.

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
 
 DEFAULT_MAX_TOKENS = 256
-DEFAULT_RATIO = 0.05
-"""Lower than where nothing but chunks stands before a question: what was said is exact here, and half of the time of a
-turn's prefill goes into the tokens that are recomputed."""
+DEFAULT_RATIO = 0.0
+"""Nothing, where 0.15 is the rule: of what a turn costs here, choosing tokens and recomputing a twentieth of them is a
+third, and who talks waits in every turn. In chats of eight turns with SmolLM2-135M the KL divergence from a full
+prefill's first 16 tokens is 0.027 nats so, 0.018 at 0.05 and 0.012 at 0.15."""
 
 _SEPARATOR = "\n\n"
 _ASK = "\n---------------------\n"
